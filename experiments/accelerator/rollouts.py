@@ -17,6 +17,7 @@ from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import RATES, LongTail, Sizes
 from experiments.engine import live_work
 from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.calibration import calibrate
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
@@ -128,7 +129,7 @@ def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[s
         seen.append(memory_in_use(device)["in_use"])
 
     before = memory_in_use(device)
-    engine.calibrate(weights, work.prompts, work.samples, lengths, 0, look)
+    calibrate(engine, weights, work.prompts, work.samples, lengths, 0, look)
     calibrated = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     seen.clear()
     found = engine.generate(

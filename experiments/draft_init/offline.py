@@ -24,7 +24,7 @@ from configs import draft_tiny
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.rooms.bases import folder
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.io.progress import Display
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store

@@ -19,7 +19,7 @@ from experiments.claims import write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.rooms.bases import SEEDS, WORKLOADS, config_of, folder
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 
 Row = dict[str, Any]
 OUTPUT = pathlib.Path(__file__).parent / "acceptance.csv"

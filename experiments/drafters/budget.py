@@ -22,7 +22,7 @@ from experiments.claims import markdown, put_table
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.verdicts import ratio_interval
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.training.plan import draft_lengths
 from specrl_jax.training.speedup import Workload, timed
 

@@ -18,7 +18,7 @@ from experiments.drafters.acceptance import HEADS, path_of
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.rooms.bases import SEEDS, WORKLOADS, config_of
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.training.speedup import timed
 
 OUTPUT = pathlib.Path(__file__).parent / "speed.csv"

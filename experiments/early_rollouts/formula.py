@@ -26,7 +26,7 @@ from experiments.engine import bench
 from experiments.rooms import bases
 from experiments.verdicts import Interval, ratio_interval
 from specrl_jax.decoding.continuation import Continuation
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.simulator.updates import exact_seconds

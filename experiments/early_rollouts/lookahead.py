@@ -21,7 +21,7 @@ from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
 from specrl_jax.decoding.continuation import Continuation
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 
 OUTPUT = pathlib.Path(__file__).parent / "lookahead.csv"

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.data.tasks import TaskSource
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.qwen3 import Qwen3Config

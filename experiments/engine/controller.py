@@ -6,7 +6,8 @@ The tiny base on validation prompts of the arithmetic task, eight answers each, 
 a training run builds. In every round the plain engine (draft.kind=none), every fixed k and the controller answer the
 same prompts once, in random order. One controller lasts for all rounds of a cell, as for the steps of a training run.
 Before them it answers alone `--learning` times to measure costs and learn acceptance; these calls have rounds up to 0,
-and the first is reported separately. `random` is a head of random weights, whose drafts are almost never accepted.
+and the first is reported separately. `random` is a head of random weights, whose drafts are almost never accepted: it
+is compared with k = 0 and 1, as longer drafts do more work for the same tokens.
 
 The best fixed k of the even rounds is compared in the odd ones, and that of the odd rounds in the even ones: a best of
 the same rounds would be best partly by luck. The control is k = 0, which nearly does what the plain engine does.
@@ -26,7 +27,7 @@ from experiments.claims import markdown, put_table
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.verdicts import Interval, ratio_interval
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.initial import initial_weights
 
@@ -74,11 +75,11 @@ def make_case(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> P
     return make_parts(c, make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
 
 
-def measure(parts: Parts, learning: int, rounds: int) -> Iterator[bench.Row]:
-    """Measure the rows of one cell."""
+def measure(parts: Parts, longest: int, learning: int, rounds: int) -> Iterator[bench.Row]:
+    """Measure the rows of one cell; `longest` of the fixed draft lengths."""
     weights, engine = initial_weights(parts.learner, parts.rollout), parts.rollout.engine
     programs = engine.compiled
-    sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths}
+    sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths if k <= longest}
     sides |= {ADAPTIVE: engine.controller(), PLAIN: None}
     prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
 
@@ -147,7 +148,7 @@ def main() -> None:
         for name in a.drafters or known:
             for slots in a.slots:
                 parts = make_case(a.policy, known[name], slots, max(8, slots))
-                for row in measure(parts, a.learning, a.rounds):
+                for row in measure(parts, 1 if name == "random" else LONGEST, a.learning, a.rounds):
                     write({"drafter": name, "slots": slots} | row)
     found = table(bench.read_rows(str(a.output)))
     print(found)

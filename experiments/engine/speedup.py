@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.engine import bench
 from specrl_jax.config import DraftConfig, RolloutConfig
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import RULES
 from specrl_jax.tasks.generate import Generator, load_generator
 from specrl_jax.training.plan import LENGTHS

@@ -27,7 +27,7 @@ from experiments.rooms import drift
 from experiments.rooms.bases import HEADS, NAMES, SEEDS, WORKLOADS, config_of
 from experiments.sweep_report import stored_rows
 from experiments.verdicts import Claim, interval, judge_level, judge_ratio
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.state import RunState

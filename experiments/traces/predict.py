@@ -21,7 +21,7 @@ from experiments.traces.costs import measure_costs
 from experiments.traces.counts import read_traces
 from experiments.traces.replay import ratio, resampled
 from experiments.verdicts import Interval, ratio_interval
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.training.speedup import timed
 

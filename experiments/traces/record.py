@@ -15,7 +15,7 @@ import jax
 from experiments.parts import prepared
 from experiments.rooms.bases import SEEDS, WORKLOADS, config_of
 from experiments.traces.counts import Trace, traces_of, write_traces
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 
 HERE = pathlib.Path(__file__).parent
 LENGTHS = (0, 1, 2, 3, 5, 7)

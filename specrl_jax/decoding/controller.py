@@ -7,8 +7,9 @@ grows with them. All of it is host state between two chunks: no arrays, no rando
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -100,25 +101,26 @@ class Controller:
         """Return the estimates of a_1, a_2, ... up to the longest draft."""
         return self._estimate.cumulative()
 
-    def expected_tokens(self, k: int) -> float:
-        """Return E[tokens](k) by the running estimates, all drafts verified."""
-        return float(expected_tokens(self.acceptance(), k))
-
-    def _tokens(self, size: int, k: int) -> float:
-        """Return E[tokens](k) at a batch size, less what is cut off where a text ends.
+    def _tokens(self, size: int) -> list[float]:
+        """Return E[tokens] of every length at a batch size, less what is cut off where a text ends.
 
         A text of L tokens takes L / E verifications and, as the last one goes beyond its end, half of one more for
         long drafts, none for E = 1.
         """
-        estimate = self._under_budget.get((size, k))
-        if estimate is None:
-            tokens = self.expected_tokens(k)
-        elif estimate.unknown:  # at most, so that it is tried
-            tokens = min(self.expected_tokens(k), 1 + self.budget / size)
-        else:
-            tokens = float(expected_tokens(estimate.cumulative(), k))
         written, ended = self._lengths
-        return tokens / (1 + (tokens - 1) * ended / (2 * written)) if ended else tokens
+        cut = ended / (2 * written) if ended else 0.0
+        return [tokens / (1 + (tokens - 1) * cut) for tokens in self._uncut_tokens(size)]
+
+    def _uncut_tokens(self, size: int) -> Iterator[float]:
+        all_verified = list(itertools.accumulate(self.acceptance(), initial=1.0))  # by k
+        for k in self.lengths:
+            estimate = self._under_budget.get((size, k))
+            if estimate is None:
+                yield all_verified[k]
+            elif estimate.unknown:  # at most, so that it is tried
+                yield min(all_verified[k], 1 + self.budget / size)
+            else:
+                yield float(expected_tokens(estimate.cumulative(), k))
 
     def cost(self, size: int, k: int, tokens: float) -> float:
         """Return seconds per iteration: linear in k between measured lengths, nan if none of this size is measured.
@@ -147,7 +149,7 @@ class Controller:
           off: draft in probes only (the acceptance alarm has tripped).
         """
         state = self._probing[size]
-        tokens = [self._tokens(size, k) for k in self.lengths]
+        tokens = self._tokens(size)
         costs = self._costs.seconds(size, running * live)
         if off or math.isnan(costs[0]):
             state.current = 0
@@ -184,7 +186,11 @@ class Controller:
     # --- observations
 
     def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
-        """Set the `seconds` per iteration of a program on `size` dummy rows of `live` tokens; replaces its samples."""
+        """Set the `seconds` per iteration of a program on dummy rows; replaces its samples.
+
+        Args:
+          live: tokens of the rows that ran, divided by `size`.
+        """
         i = self.lengths.index(k)
         self._costs.calibrate(size, i, size * live, seconds)
         self._probing[size].probe_budget[i] = self.initial_budget * seconds * _probe_iterations(size)
@@ -213,17 +219,16 @@ class Controller:
         fade = math.exp(-chunk.finished / LENGTHS_KEPT)
         self._lengths = [fade * old + new for old, new in zip(self._lengths, (chunk.tokens, chunk.finished))]
         jumped = self._under_budget.get((size, k), self._estimate).observe(k, chunk.verifications, accepted)
-        tokens_read = chunk.live * chunk.verifications / chunk.iterations
         last = self._costs.last(size)
-        surprised = self._costs.observe(size, i, tokens_read, chunk.seconds, chunk.iterations)
+        surprised = self._costs.observe(size, i, chunk.tokens_read, chunk.seconds, chunk.iterations)
         if i == current:
             for j in range(len(self.lengths)):
                 state.probe_budget[j] += self.probe_budget * chunk.seconds / max(len(self.lengths) - 1, 1)
         else:
             tokens = 1.0 + sum(accepted[:k]) / chunk.verifications
             in_use = self.lengths[current]
-            costs = self.cost(size, k, tokens_read), self.cost(size, in_use, tokens_read)
-            loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self._tokens(size, in_use))
+            costs = [self.cost(size, length, chunk.tokens_read) for length in (k, in_use)]
+            loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self._tokens(size)[current])
             state.probe_budget[i] = min(0.0, state.probe_budget[i] - max(loss, 0.0))
             state.backoff[i] = 1 if surprised else min(2 * state.backoff[i], MAX_BACKOFF)
         # Charge the cost of both switches of a probe to the probed length; a switch between batch sizes to none.
@@ -270,6 +275,7 @@ class Controller:
             "under_budget": [[list(e.tries), list(e.hits), e.spread] for e in self._under_budget.values()],
             "slopes": costs["slopes"],
             "slope": costs["slope"],
+            "new_pairs": costs["new_pairs"],
             "per_size": by_size,
         }
 
@@ -288,7 +294,7 @@ class Controller:
         for e, (tries, hits, spread) in zip(controller._under_budget.values(), state.get("under_budget", ())):
             e.tries, e.hits, e.spread = list(tries), list(hits), spread
         controller._lengths = list(state.get("lengths", controller._lengths))
-        controller._costs.restore(state["slopes"], state["slope"], state["per_size"])
+        controller._costs.restore(state["slopes"], state["slope"], state["per_size"], state.get("new_pairs", 0))
         fields = {_SAVED.get(field.name, field.name): field.name for field in dataclasses.fields(_Probing)}
         for size, values in zip(controller.sizes, state["per_size"]):
             controller._probing[size] = _Probing(**{field: values[name] for name, field in fields.items()})

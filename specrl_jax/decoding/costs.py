@@ -15,6 +15,7 @@ SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to t
 PAIRED = 3  # chunks after a change of length that compare the two
 NEAR = 1.5  # samples taken at up to so many times the live tokens, or 1 / NEAR of them, say a cost without the slope
 LAG, SLOPES = 16, 64  # chunks between two that measure a slope, at most; slopes kept of each length
+NEW_PAIRS = 8  # after which the medians over many slopes are computed again: where chunks are short, that takes time
 
 
 @dataclasses.dataclass
@@ -48,6 +49,7 @@ class CostEstimate:
         # By length, from two chunks of one size: [change of live tokens, seconds per iteration and live token].
         self._slopes: list[list[list[float]]] = [[] for _ in lengths]
         self._slope = [0.0] * len(lengths)  # what a live token adds to an iteration, seconds
+        self._new_pairs = 0  # measured since then
 
     def seconds(self, size: int, tokens: float) -> list[float]:
         """Return seconds per iteration of every length: linear between measured lengths, nan if none is measured.
@@ -103,16 +105,23 @@ class CostEstimate:
         return surprised
 
     def _observe_slope(self, measures: _SizeCosts, i: int, tokens: float, seconds: float) -> None:
-        """Update the slopes: medians over pairs of chunks, weighted by the change of live tokens."""
+        """Measure a slope from a pair of chunks, and update the estimates of all."""
         earlier = next((chunk for chunk in measures.trail if chunk[0] == i), None)
         measures.trail = [*measures.trail, [i, tokens, seconds]][-LAG:]
         if earlier is None or earlier[1] == tokens:
             return
         change = tokens - earlier[1]
         self._slopes[i] = [*self._slopes[i], [abs(change), (seconds - earlier[2]) / change]][-SLOPES:]
+        self._new_pairs += 1
+        if sum(map(len, self._slopes)) <= SLOPES or self._new_pairs >= NEW_PAIRS:
+            self._update_slopes(tokens)
+
+    def _update_slopes(self, tokens: float) -> None:
+        """Set the slopes to medians over pairs of chunks, weighted by the change of live tokens."""
         # A prior of two pairs, as small changes measure noise: a length's slope is that of all, and that of all is 0.
         of_all = _weighted_median([[2 * tokens, 0.0], *(pair for pairs in self._slopes for pair in pairs)])
         self._slope = [max(0.0, _weighted_median([[2 * tokens, of_all], *pairs])) for pairs in self._slopes]
+        self._new_pairs = 0
 
     def _log_cost(self, measures: _SizeCosts, i: int, tokens: float) -> float:
         """Return log seconds per iteration at level 0: from samples at about `tokens` live tokens, if there are enough.
@@ -135,14 +144,19 @@ class CostEstimate:
         return {
             "slopes": [list(pairs) for pairs in self._slopes],
             "slope": list(self._slope),
+            "new_pairs": self._new_pairs,
             "sizes": [dataclasses.asdict(measures) for measures in self._sizes.values()],
         }
 
     def restore(
-        self, slopes: Sequence[list[list[float]]], slope: Sequence[float], sizes: Sequence[Mapping[str, Any]]
+        self,
+        slopes: Sequence[list[list[float]]],
+        slope: Sequence[float],
+        sizes: Sequence[Mapping[str, Any]],
+        new_pairs: int,
     ) -> None:
         """Set what `state` returned; each of `sizes` may have further names."""
-        self._slopes, self._slope = list(slopes), list(slope)
+        self._slopes, self._slope, self._new_pairs = list(slopes), list(slope), new_pairs
         names = [field.name for field in dataclasses.fields(_SizeCosts)]
         for size, values in zip(self._sizes, sizes):
             self._sizes[size] = _SizeCosts(**{name: values[name] for name in names if name in values})

@@ -7,78 +7,28 @@ is plain autoregressive decoding through the same code.
 
 import dataclasses
 import functools
-import itertools
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol
+from typing import Generic
 
 import numpy as np
 
+from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.calibration import calibrate
 from specrl_jax.decoding.compiled import CompiledFunctions, Program
 from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.conversing import ConversingBatch
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
-from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
 from specrl_jax.decoding.stop_texts import StopTexts
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.errors import InputError, Stopped
-
-# Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
-# minimum counts: disturbances only add time, and matter where iterations are short.
-CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS, CALIBRATED_SECONDS = 4, 5, 0.5
-
-
-class Agree(Protocol):
-    """What this process found -> what the first of the processes found that run an engine in lock-step."""
-
-    def __call__(self, *values: int) -> tuple[int, ...]: ...
-
-
-def alone(*values: int) -> tuple[int, ...]:
-    """Agree as one process does."""
-    return values
-
-
-class DraftLengthPolicy(Protocol):
-    """Chooses draft lengths; `controller.Controller` documents the methods."""
-
-    def choose(self, size: int, running: int, live: float) -> Choice: ...
-    def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None: ...
-    def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
-    def unmeasured(self, size: int) -> Sequence[int]: ...
-    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None: ...
-    def calibrate_calls(self, size: int, seconds: float) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class FixedLength:
-    """Always drafts k tokens."""
-
-    k: int
-
-    def choose(self, size: int, running: int, live: float) -> Choice:
-        return Choice(self.k, None)
-
-    def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
-        pass
-
-    def replay(self, verifications: int, accepted: np.ndarray) -> None:
-        pass
-
-    def unmeasured(self, size: int) -> Sequence[int]:
-        return ()
-
-    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
-        pass
-
-    def calibrate_calls(self, size: int, seconds: float) -> None:
-        pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +110,7 @@ class Engine(Generic[Params, Cache]):
         look = functools.partial(on_progress, 0, scheduler.asked)
         look()
         self._compile_for(params, scheduler.total, lengths, look)
-        self.calibrate(params, prompts, samples, lengths, seed, look)
+        calibrate(self, params, prompts, samples, lengths, seed, look)
         batch: ActiveBatch[Params, Cache]
         if turns is None:
             batch = ActiveBatch(self, params, scheduler, seed, c.version)
@@ -199,7 +149,7 @@ class Engine(Generic[Params, Cache]):
         earlier = dict(lookahead.texts)
         scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
         self._compile_for(params, scheduler.total, lengths, lambda: None)
-        self.calibrate(params, lookahead.prompts, samples, lengths, seed, lambda: None)
+        calibrate(self, params, lookahead.prompts, samples, lengths, seed, lambda: None)
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
@@ -252,66 +202,6 @@ class Engine(Generic[Params, Cache]):
             lengths.observe(chunk, np.asarray(counted.accepted))
         if counted.replayed is not None:
             lengths.replay(int(counted.replayed[0]), np.asarray(counted.replayed[1:]))
-
-    def calibrate(
-        self,
-        params: Params,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        lengths: DraftLengthPolicy,
-        seed: int,
-        after_chunk: Callable[[], None],
-    ) -> None:
-        """Time an iteration of every (batch size, draft length) that `lengths` has no cost for.
-
-        A call's own seconds, which are those of a short chunk beyond its iterations, are told apart. Decodes throwaway
-        rollouts of these prompts in all slots, so the times are those of a full batch. One batch serves for all, from
-        the largest size down, until rows of it end; it is dropped before another one is made.
-        """
-        cycled = [prompts[j % len(prompts)] for j in range(-(-self.config.num_slots // samples))]
-        batch: ActiveBatch | None = None
-        for size in self.compiled.sizes:
-            if not (unmeasured := lengths.unmeasured(size)):
-                continue
-            timed: dict[int, list[DecodeChunk]] = {k: [] for k in unmeasured}
-            spent = 0.0
-            for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
-                if i > 1 and self.agree(spent > CALIBRATED_SECONDS)[0]:
-                    break
-                # All lengths in each round: other load on the machine then slows them alike.
-                for k, iterations in itertools.product(unmeasured, (1, CALIBRATED_ITERATIONS) if i else (1,)):
-                    if batch is None or (batch.finished and batch.scheduler.running < size):
-                        batch = None  # with its cache
-                        scheduler = Scheduler(self.config, self.pad_id, cycled, samples, 0, None)
-                        batch = ActiveBatch(self, params, scheduler, seed + i)
-                        batch.prepare()
-                    batch.compact_to(size)
-                    chunk, _ = batch.decode(Choice(k, iterations))
-                    if i and chunk.iterations:
-                        spent += chunk.seconds
-                        timed[k].append(chunk)
-                    after_chunk()
-            calls = []
-            for k in unmeasured:
-                call, seconds, live = call_and_iteration(timed[k])
-                calls.append(call)
-                lengths.calibrate(size, k, seconds, live)
-            if calls:
-                lengths.calibrate_calls(size, statistics.median(calls))
-
-
-def call_and_iteration(chunks: Sequence[DecodeChunk]) -> tuple[float, float, float]:
-    """Return seconds of a call without its iterations, seconds of an iteration, and live tokens, of one draft length.
-
-    Both are minima. Where no chunk has more than one iteration, a call takes no time of its own.
-    """
-    fewest = min(chunk.iterations for chunk in chunks)
-    least = min(chunk.seconds for chunk in chunks if chunk.iterations == fewest)
-    more = [((c.seconds - least) / (c.iterations - fewest), c.live) for c in chunks if c.iterations > fewest]
-    seconds, live = min(more, default=(0.0, 0.0))
-    if not 0 < fewest * seconds < least:  # disturbed
-        return 0.0, *min((c.seconds / c.iterations, c.live) for c in chunks)
-    return least - fewest * seconds, seconds, live
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:

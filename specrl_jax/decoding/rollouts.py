@@ -31,6 +31,11 @@ class DecodeChunk(NamedTuple):
     tokens: int = 0  # committed
     finished: int = 0  # rows
 
+    @property
+    def tokens_read(self) -> float:
+        """Live tokens of all rows that ran, on average over the iterations."""
+        return self.live * self.verifications / self.iterations
+
 
 NO_EXPERTS = np.zeros((0, 0), np.uint8)
 

@@ -9,7 +9,8 @@ import numpy as np
 import rich.table
 
 from specrl_jax.config import Config
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.progress import Display

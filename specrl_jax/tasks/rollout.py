@@ -19,7 +19,8 @@ from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped

@@ -13,7 +13,8 @@ from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock

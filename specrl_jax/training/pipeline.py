@@ -19,7 +19,7 @@ from typing import Protocol
 from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.decoding.engine import Agree, alone
+from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.process_groups import Agreement

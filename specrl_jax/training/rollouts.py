@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from kernels_pallas.verify.op import SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.engine import Agree, Engine, alone, make_engine
+from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import Held, Pool

@@ -9,7 +9,8 @@ import numpy as np
 
 from specrl_jax.decoding.alarm import Alarm
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.io.checkpoint_reader import HostState

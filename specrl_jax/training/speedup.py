@@ -10,7 +10,8 @@ import scipy.stats
 
 from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import Stopped

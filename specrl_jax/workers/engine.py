@@ -7,7 +7,8 @@ import numpy as np
 
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.continuation import Continuation
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength, check_prompts
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.engine import Engine, check_prompts
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows

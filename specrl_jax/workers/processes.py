@@ -20,7 +20,7 @@ import jax
 
 from specrl_jax import distributed
 from specrl_jax.config import Config
-from specrl_jax.decoding.engine import Agree
+from specrl_jax.decoding.agree import Agree
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, WorkersFailed

@@ -11,7 +11,7 @@ import pytest
 
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import Stopped

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Verified
+from specrl_jax.decoding import calibration
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
@@ -89,7 +90,7 @@ def test_the_cost_of_an_iteration_excludes_refills():
 
     run.compiled.decode = watched
     run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=Controller((0,), (10,)))
-    assert len(ready) > 1 + CALIBRATED_ROUNDS and all(ready)
+    assert len(ready) > 1 + calibration.ROUNDS and all(ready)
 
 
 def test_chunks_say_how_many_tokens_a_row_held():
@@ -410,10 +411,26 @@ def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
 
     run.compiled.empty, run.compiled.refill = empty, refilled
     before, lengths = buffers(), Controller((0, 1), (4, 2))
-    run.calibrate(TABLE, PROMPTS, 2, lengths, 0, lambda: None)
+    calibration.calibrate(run, TABLE, PROMPTS, 2, lengths, 0, lambda: None)
     assert not lengths.unmeasured(4) and not lengths.unmeasured(2)
     assert set(held) == {before} and set(prefilled) == {2}, "one batch at a time, of two groups of two"
     assert len(held) == len(prefilled) and (len(held) == 1) == (longest == 300)
+
+
+def test_calibration_counts_the_tokens_of_rows_that_run():
+    """Four slots, and pages for one or two rows: these hold no more tokens than there are places for."""
+
+    class Told(Controller):
+        def calibrate(self, size, k, seconds, live):
+            told.append(size * live)
+            super().calibrate(size, k, seconds, live)
+
+    told: list[float] = []
+    sizes = EngineConfig(4, 8, 8, chunk=16, page_tokens=2)
+    sizes = dataclasses.replace(sizes, pages=sizes.fewest_pages)
+    run = toys.toy_engine(sizes, Sampling(), (), PAD, toys.toy_drafter(DRAFT_TABLE, 1, 1.0))
+    calibration.calibrate(run, TABLE, [[1, 2] * 4], 1, Told((0, 1), (4,)), 0, lambda: None)
+    assert len(told) == 2 and all(8 <= tokens <= sizes.pages * sizes.page_tokens for tokens in told)
 
 
 def test_a_group_shares_one_prefill_of_its_prompt():

@@ -18,8 +18,8 @@ from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.drafters import NO_DRAFTER
-from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig

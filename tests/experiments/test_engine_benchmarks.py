@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.eagle3 import network as eagle3

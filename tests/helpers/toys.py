@@ -17,8 +17,9 @@ from kernels_pallas.attention.op import Paging, Table, write_pool
 from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify.op import Draft, Noise, verify
 from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, Text, sample_draft
-from specrl_jax.decoding.engine import FixedLength, make_engine
+from specrl_jax.decoding.engine import make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Slots

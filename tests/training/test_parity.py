@@ -10,7 +10,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.decoding import batch
-from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import DraftLengthPolicy
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
