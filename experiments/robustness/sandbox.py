@@ -39,9 +39,10 @@ from specrl_jax.rewards.scorer import Scorer
 LIMITS = Limits(seconds=1.0, memory=256 * MIB, output=MIB, processes=16, disk=8 * MIB)
 GRACE = 1.0  # seconds after its limit by which a program is over
 ENVIRONMENT = "SPECRL_HOSTILE_SECRET"
-# What a hostile program would leave, if it could.
-LEFT = ("/dev/shm/left", "/tmp/l", "/tmp/h", "/tmp/fill", "/tmp/0", "/tmp/d", "/tmp/json.py", "/tmp/sitecustomize.py")
-LEFT += ("/usr/left", "/bin/left", "/left", "/etc/left", "/var/tmp/left", "/root/left", "/run/left")
+# What a hostile program would leave, if it could. Names have the run's own mark, or were there before it.
+LEFT = ("/dev/shm/left$mark", "/tmp/l$mark", "/tmp/h$mark", "/tmp/fill$mark", "/tmp/${mark}0", "/tmp/d$mark")
+LEFT += ("/tmp/json.py", "/tmp/sitecustomize.py", "/usr/left$mark", "/bin/left$mark", "/left$mark", "/etc/left$mark")
+LEFT += ("/var/tmp/left$mark", "/root/left$mark", "/run/left$mark")
 CHECK = """
 def check(candidate):
     assert candidate(2) == 4
@@ -115,6 +116,7 @@ class Trainer(NamedTuple):
     listener: socket.socket
     abstract: list[socket.socket]
     signals: list[int]
+    absent: list[str]  # paths of LEFT where nothing is before the programs run
 
     def values(self) -> dict[str, object]:
         """Return what the programs' texts name."""
@@ -126,7 +128,7 @@ class Trainer(NamedTuple):
             "home": os.path.expanduser("~"),
             "environment": ENVIRONMENT,
             "port": self.listener.getsockname()[1],
-            "abstract": self.secret[:8],
+            "mark": self.secret[:8],
         }
 
     def damage(self) -> str:
@@ -142,7 +144,7 @@ class Trainer(NamedTuple):
         path = pathlib.Path(self.folder, "open")
         if self.secret not in path.read_text() or path.stat().st_mode & 0o777 != 0o666:
             return "the trainer's file has changed"
-        if left := [path for path in LEFT if os.path.lexists(path)]:
+        if left := [path for path in self.absent if os.path.lexists(path)]:
             return f"left {left[0]}"
         tables = (pathlib.Path("/proc/sysvipc", name) for name in ("shm", "msg", "sem"))
         if any(line.split()[:1] == ["4242"] for table in tables for line in table.read_text().splitlines()):
@@ -173,7 +175,9 @@ def trainer() -> Iterator[Trainer]:
             abstract.append(one)
         for one in (listener, *abstract):
             one.setblocking(False)
-        yield Trainer(secret, folder, listener, abstract, signals)
+        paths = [string.Template(path).substitute(mark=secret[:8]) for path in LEFT]
+        absent = [path for path in paths if not os.path.lexists(path)]
+        yield Trainer(secret, folder, listener, abstract, signals, absent)
 
 
 def fault(reward: CodeReward, sandbox: Recorded, one: Hostile, attacked: Trainer, most: int) -> tuple[str, float, str]:
