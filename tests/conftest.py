@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from tests.helpers.runs import compile_cache, prune_compile_cache
+from tests.helpers.time_left import TimeLeft
 
 MEMORY_LIMIT = 3 << 29  # bytes of a process; beyond it compiled programs are dropped between modules
 # Regions of memory, beyond which they are dropped, too: each kernel has a few, and Linux allows 65,530. A test that
@@ -37,7 +38,13 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("suite")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--until", type=float, help="begin no test after this time (seconds since the epoch)")
+
+
 def pytest_configure(config):
+    if until := config.getoption("--until"):
+        config.pluginmanager.register(TimeLeft(until))
     if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
         prune_compile_cache()
 
