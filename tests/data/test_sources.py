@@ -42,6 +42,7 @@ def test_files_without_weights_are_one_epoch_together():
     assert all(sorted(batch) == list("01234567") for batch in prompts(stream, 3))
 
 
+@pytest.mark.slow
 def test_weights_are_the_shares_of_the_files():
     small, large = numbered(3), numbered(900, 3)
     taken = [int(p) for batch in prompts(ProblemStream([small, large], 10, 0, (3.0, 1.0)), 40) for p in batch]

@@ -180,6 +180,7 @@ def read_rooms(problem):
     return behind, [first, second[0]], int(length), visits, stated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ROOMS)
 def test_rooms_are_walked_through_by_the_sum_of_the_last_two(task):
     source, lengths = TaskSource(task, "train", 0), []

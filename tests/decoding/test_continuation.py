@@ -43,6 +43,7 @@ def plain(engine, table, **more):
 LIMITS = {"": {}, "few pages": {"pages": 16, "page_tokens": 4}, "sizes": {"sizes": (2,)}, "parity": {"width": 4}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", long_but(["none", "stateful"], ["none", "table", "stateful", "suffix", "cascade"]))
 @pytest.mark.parametrize("limits", long_but(["", "few pages"], list(LIMITS)))
 def test_under_the_same_weights_they_are_those_of_one_call(drafter, limits):
@@ -65,6 +66,7 @@ def test_under_the_same_weights_they_are_those_of_one_call(drafter, limits):
     assert (found.verifications <= found.response_length).all() and not found.reverified.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [0, 6])
 def test_a_call_that_ends_before_it_comes_to_a_rollout_loses_nothing_of_it(again):
     """Rollouts that have begun do not start again, or are parked while their keys and values are computed."""
@@ -82,6 +84,7 @@ def test_a_call_that_ends_before_it_comes_to_a_rollout_loses_nothing_of_it(again
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_a_call_that_ends_before_it_begins_a_rollout_leaves_all_to_the_next():
     with jax.enable_x64(True):
         engine = engine_of("table", **RECORDED)
@@ -100,12 +103,14 @@ def test_each_field_of_a_rollout_is_joined():
     assert sorted(found) == sorted(field.name for field in dataclasses.fields(Rollouts))
 
 
+@pytest.mark.slow
 def test_on_two_devices():
     with jax.enable_x64(True):
         engine = engine_of("table", devices=2, **RECORDED)
         assert_same(stopped_and_continued(engine, [NEW] * 3, [5, 40])[-1], plain(engine, NEW))
 
 
+@pytest.mark.slow
 def test_greedy_rollouts_too():
     with jax.enable_x64(True):
         engine = engine_of("table", 0.0, **RECORDED | {"most_kept": 0})
@@ -135,6 +140,7 @@ def parts(rollouts):
     return [(row, rollouts.response_part(row)) for row in range(len(rollouts.length))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "stateful"])
 def test_under_other_weights_each_token_is_of_those_that_drew_it(drafter):
     tables = [old(0.1), old(1.0), NEW]
@@ -150,6 +156,7 @@ def test_under_other_weights_each_token_is_of_those_that_drew_it(drafter):
     assert_pieces(found, tables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", ["", "few pages"])
 def test_weights_that_arrive_within_a_call_draw_what_follows(limits):
     """The toys' keys and values hold nothing of the weights: nothing is stale."""

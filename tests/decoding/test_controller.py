@@ -204,6 +204,7 @@ def test_follows_a_head_that_improves_from_nothing(costs, chunks):
     assert machine.rate(usual(choices)) >= 0.97 * machine.rate(machine.best())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", ["paper, Zero", "a step, then flat"])
 def test_finds_a_head_that_became_useful_at_once(costs):
     """From plain decoding with probes at their rarest: the new length is in use within 500 chunks."""

@@ -62,6 +62,7 @@ def in_float64(monkeypatch):
     assert seen == {"float64"}
 
 
+@pytest.mark.slow
 def test_the_rollouts_compared_differ_in_length_and_end():
     assert len(set(plain().response_length.tolist())) > 6
     assert plain().ended.any() and not plain().ended.all()
@@ -72,7 +73,7 @@ def test_the_rollouts_compared_differ_in_length_and_end():
 CASES = [("stateful", k) for k in range(1, 6)] + [("table", 5), ("ngram", 5), ("suffix", 5), ("cascade", 2)]
 
 
-@pytest.mark.parametrize("drafter, k", long_but([("stateful", 3), ("table", 5), ("suffix", 5)], CASES))
+@pytest.mark.parametrize("drafter, k", long_but([("stateful", 3)], CASES, slow=[("table", 5), ("suffix", 5)]))
 def test_tokens_do_not_depend_on_the_drafter(drafter, k, in_float64):
     out = generate(drafter, k)
     assert_same_tokens(out)

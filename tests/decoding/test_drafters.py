@@ -35,6 +35,7 @@ def test_a_drafted_token_has_the_distribution_of_the_softmax_at_the_temperature(
         assert 0.5 * np.abs(softmax(LOGITS / other) - softmax(LOGITS / temperature)).sum() > 0.04
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_several_tiles_is_drawn_from_as_a_whole():
     """A draw takes one uniform for the tile and one for the entry in it. Eight outcomes: 2e-2 against 4e-2 as above."""
     V, columns = 3 * TILE, [0, 1, TILE - 1, TILE, TILE + 7, 2 * TILE, 3 * TILE - 2, 3 * TILE - 1]
@@ -60,6 +61,7 @@ def test_the_draft_vocabulary_is_mapped_to_the_targets(temperature):
     assert set(mapped.tolist()) == ({7, 2, 9, 0, 5} if temperature else {9})
 
 
+@pytest.mark.slow
 def test_a_draft_is_a_function_of_seed_rollout_position_and_offset_alone():
     """Not of the row, the batch or the neighbours' logits; and each of the four matters."""
     wanted = drawn()

@@ -63,6 +63,7 @@ def greedy_by_hand(table, prompt, longest):
     return tokens[len(prompt) :], logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest, chunk", [(0, 8), (3, 1)])
 def test_a_lookup_drafter_without_tokens_to_replay_ends(longest, chunk):
     """If no draft fits into half a chunk nothing is replayed; a loop over no tokens would not end."""
@@ -72,6 +73,7 @@ def test_a_lookup_drafter_without_tokens_to_replay_ends(longest, chunk):
     assert len(rollouts.length) == 2 * len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_the_cost_of_an_iteration_excludes_refills():
     """The clock of a chunk starts after its refill has finished, in calibration too."""
 
@@ -93,6 +95,7 @@ def test_the_cost_of_an_iteration_excludes_refills():
     assert len(ready) > 1 + calibration.ROUNDS and all(ready)
 
 
+@pytest.mark.slow
 def test_chunks_say_how_many_tokens_a_row_held():
     """Before a chunk to `choose`, and halfway through it to `observe`; an empty row does not count."""
 
@@ -118,6 +121,7 @@ def greedy():
     return prompts, [greedy_by_hand(TABLE, prompt, longest=8) for prompt in prompts], rollouts
 
 
+@pytest.mark.slow
 def test_the_greedy_cases_hold_every_kind_of_ending(greedy):
     _, expected, _ = greedy
     lengths = {(len(tokens), tokens[-1] == EOS) for tokens, _ in expected}
@@ -133,6 +137,7 @@ def test_greedy_decoding_equals_a_plain_loop(greedy):
     np.testing.assert_array_equal(rollouts.response_length, [len(tokens) for tokens, _ in expected])
 
 
+@pytest.mark.slow
 def test_a_single_row_has_as_many_tokens_as_its_forward_needs(greedy):
     """As on a GPU; with more rows there are enough, and no token changes."""
     prompts, _, rollouts = greedy
@@ -183,6 +188,7 @@ def test_plain_decoding_verifies_once_per_token(greedy):
     np.testing.assert_array_equal(rollouts.verifications, rollouts.response_length)
 
 
+@pytest.mark.slow
 def test_an_end_of_text_in_the_prompt_ends_nothing():
     """`ended` looks at the last token: a prompt's own end-of-text is not it, not even where nothing was generated."""
     out = engine(max_response_tokens=3).generate(TABLE, [[1, EOS]], samples=10, seed=0)
@@ -191,6 +197,7 @@ def test_an_end_of_text_in_the_prompt_ends_nothing():
     assert none.response_length.tolist() == [0] and none.ended.tolist() == [False]
 
 
+@pytest.mark.slow
 def test_any_of_several_end_of_text_ids_ends_a_rollout():
     both = toys.toy_engine(limits(), Sampling(), (EOS, 2), PAD).generate(TABLE, PROMPTS[:1], samples=200, seed=0)
     last = [tokens[-1] for tokens in responses(both).values()]
@@ -202,6 +209,7 @@ def test_any_of_several_end_of_text_ids_ends_a_rollout():
 # --- joint distributions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 2, 0.9)], ids=["plain", "all three"])
 def test_the_joint_distribution_of_plain_rollouts_is_the_targets(sampling):
     """Three tokens of three, the third ends: 27 outcomes, 41,000 rollouts, error rates 1e-6 at 0.02 against 0.04."""
@@ -212,6 +220,7 @@ def test_the_joint_distribution_of_plain_rollouts_is_the_targets(sampling):
     assert_drawn_from(observed(rollouts, 3, 2, 3), distribution, at_most=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eos, temperature", long_but([(2, 0.6)], [None, 2], [1.0, 0.6]))
 def test_the_joint_distribution_over_successive_blocks_is_the_targets(eos, temperature):
     """Four tokens by blocks of one to three: noise of one block used again by the next would couple them.
@@ -248,6 +257,7 @@ def assert_same_rollouts(got, wanted):
         np.testing.assert_allclose(got_logprobs[i], wanted_logprobs[i], rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -270,6 +280,7 @@ def test_rollouts_do_not_depend_on_slots_waves_chunks_or_padding(expected, sizes
         np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 2])
 def test_rollouts_do_not_depend_on_the_number_of_devices(k):
     sampling = Sampling(0.8, 0, 0.95)
@@ -351,6 +362,7 @@ def test_no_prompts_at_all_are_refused():
         engine().generate(TABLE, [], samples=2, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [4, 7, 10])
 def test_progress_never_goes_back_and_reaches_the_total(num_slots):
     calls = []
@@ -392,6 +404,7 @@ def test_a_stop_ends_the_calibration():
     assert calls == [0, 0, 0] and list(lengths.unmeasured(10)) == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", long_but([8], [8, 300]))  # rows end; no row ends
 def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
     sizes = EngineConfig(4, 4, longest, chunk=16, sizes=(2,))
@@ -417,6 +430,7 @@ def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
     assert len(held) == len(prefilled) and (len(held) == 1) == (longest == 300)
 
 
+@pytest.mark.slow
 def test_calibration_counts_the_tokens_of_rows_that_run():
     """Four slots, and pages for one or two rows: these hold no more tokens than there are places for."""
 
@@ -467,6 +481,7 @@ def commit_by_hand(tokens, logprobs, row, length, limit, done, count, new, new_l
     return tokens, logprobs, positions, length, ended or length == limit
 
 
+@pytest.mark.slow
 @given(data=st.data(), Q=st.integers(1, 4), eos_ids=st.sampled_from([(3,), (2, 3), (9,)]))
 @settings(max_examples=80)
 def test_commit_equals_a_plain_loop(data, Q, eos_ids):
@@ -519,6 +534,7 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
 # --- speculation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_greedy_speculation_equals_greedy_plain_decoding(greedy, k):
     """Token for token, also where a block runs over an end-of-text, the limit, or the end of the cache."""
@@ -534,6 +550,7 @@ def test_greedy_speculation_equals_greedy_plain_decoding(greedy, k):
     assert (out.verifications * (k + 1) >= out.response_length).all()
 
 
+@pytest.mark.slow
 def test_a_perfect_draft_is_always_accepted():
     """Drafts of the target itself: blocks of k + 1 tokens until the end, one forward each."""
     table = toys.make_table(seed=0, V=V)
@@ -545,6 +562,7 @@ def test_a_perfect_draft_is_always_accepted():
     assert out.verifications.tolist() == [3] * 10
 
 
+@pytest.mark.slow
 def test_speculative_rollouts_do_not_depend_on_slots_or_chunks():
     drafter = toys.toy_drafter(DRAFT_TABLE, k=2, temperature=0.8)
     wanted = engine(Sampling(0.8), drafter).generate(TABLE, PROMPTS, samples=2, seed=3)
@@ -602,6 +620,7 @@ def test_the_joint_distribution_with_a_draft_of_the_whole_prefix_on_a_reduced_vo
     assert_drawn_from(observed(rollouts, 4, eos, 3), distribution, at_most=0.0165)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths, vocab_map", [((1,), None), ((3,), None), (LENGTHS, None), (LENGTHS, WITH_EOS)], ids=str
 )
@@ -625,6 +644,7 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
     assert cut[~out.ended].any(), "no limit inside a block"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", long_but(["rejection"], ["rejection", "block", "coupled"]))
 def test_a_greedy_rollout_of_each_prompt_beside_its_samples(rule):
     """It is that of plain Python, whatever is drafted, and changes no sample."""
@@ -657,6 +677,7 @@ def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_an
     assert (accepted > 0).all() and (accepted < drafted).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(temperature):
     """It is perfect only while its state holds every token, those of the iterations that drafted nothing too."""
@@ -671,6 +692,7 @@ def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(te
     assert out.drafted.tolist() == [[sum(k > i for k in chosen[:count]) for i in range(3)]] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(3,), (0, 3), (3, 3, 0, 0), (3, 1), (1, 3, 0, 2)], ids=str)
 def test_a_drafters_cache_is_updated_only_after_missed_tokens(lengths, monkeypatch):
     """After k = 0, and after blocks that may be longer than the next draft's window."""
@@ -695,6 +717,7 @@ def test_a_drafters_cache_is_updated_only_after_missed_tokens(lengths, monkeypat
     assert any(missed) or lengths == (3,)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
     def called(*_):
         pytest.fail("the drafter was called")
@@ -710,6 +733,7 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
         assert out.drafted.shape == (len(prompts), drafter.length) and not out.drafted.any()
 
 
+@pytest.mark.slow
 def test_the_length_is_chosen_by_the_rows_still_running():
     seen = []
     run = stateful(toys.stateful_drafter(NEARLY, 2, 1.0), Sampling(), num_slots=10, chunk=1)
@@ -770,6 +794,7 @@ def test_every_rollout_carries_the_version_of_its_weights():
         assert getattr(out, name).tolist() == [value] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [-1, 3])
 def test_a_length_that_the_drafter_does_not_have_is_refused(k):
     run = engine(drafter=toys.toy_drafter(DRAFT_TABLE, k=2, temperature=1.0))

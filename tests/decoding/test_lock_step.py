@@ -66,6 +66,7 @@ def run():
     return toys.toy_engine(limits, Sampling(rule="coupled"), (3,), 0, drafter, lengths=(0, 1, 2))
 
 
+@pytest.mark.slow
 def test_all_run_the_chunks_that_the_first_one_chose(run):
     messages, lengths = Messages(), [Erratic(1), Erratic(2)]
     found = [

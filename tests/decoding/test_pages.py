@@ -15,7 +15,7 @@ from specrl_jax.decoding import pages
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
-from tests.helpers.long import long_but
+from tests.helpers.long import long_but, slow_but
 from tests.helpers.toys import watched
 
 B, P, C = 12, 4, 14  # rows, pages of a row, pages of a shard
@@ -179,8 +179,8 @@ def wanted(page_tokens):
 EACH = [(1, 0.2), (16, 0.5)]
 
 
-@pytest.mark.parametrize("page_tokens, part", long_but(EACH, [1, 2, 16, 128], [1.0, 0.5, 0.2]))
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("page_tokens, part", long_but(EACH[1:], [1, 2, 16, 128], [1.0, 0.5, 0.2], slow=EACH[:1]))
+@pytest.mark.parametrize("rule", slow_but(["coupled"], ["coupled", "rejection"]))
 def test_rollouts_are_the_same_with_fewer_pages_than_they_want(rule, page_tokens, part):
     """Rows are parked on the host and come back bit for bit: even under `rejection` the tokens are the same."""
     fewest = EngineConfig(15, 4, LONGEST, 3, page_tokens=page_tokens).fewest_pages
@@ -193,6 +193,7 @@ def test_rollouts_are_the_same_with_fewer_pages_than_they_want(rule, page_tokens
         assert out.parked.sum() == parked.count("drop_row") == parked.count("restore_row") > 0
 
 
+@pytest.mark.slow
 def test_a_row_is_parked_at_every_batch_size():
     """Pages run out in a batch that has been compacted, too."""
     out, parked = run(page_tokens=1, pages=60, sizes=(8, 4))

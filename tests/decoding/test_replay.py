@@ -92,6 +92,7 @@ def test_counts_are_of_verifications_after_the_first():
     np.testing.assert_array_equal(found, [3, 1, 1, 0])
 
 
+@pytest.mark.slow
 def test_only_plain_chunks_of_replayable_drafters_are_replayed():
     drafter = lookup_drafter(K, 1, 4)
     for drafts, k, replays in (
@@ -125,6 +126,7 @@ class Recorder:
         return ()
 
 
+@pytest.mark.slow
 def test_replays_foretell_the_tokens_a_verification():
     """Text in which copies and surprises alternate: the mean over all positions is another number."""
     # After 0 mostly one of three letters, after those the way back to 0 is nearly certain.

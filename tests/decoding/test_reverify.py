@@ -72,6 +72,7 @@ def assert_same(found, expected):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=2**-22)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("drafter", long_but(["none", "stateful"], ["none", "table", "stateful", "suffix", "cascade"]))
 def test_rollouts_are_those_of_the_present_weights(drafter, scale):

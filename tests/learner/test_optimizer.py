@@ -73,6 +73,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
         np.testing.assert_allclose(np.abs(updates[table]), 0.09 / 0.19 + 1, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", [("eagle3", "fc"), ("mtp", "eh_proj")])
 def test_muon_takes_what_a_head_reads_as_matrices_of_their_own(kind, name):
     """The halves of a head's queries (embedding, hidden state) and of its projection: each orthogonal, none AdamW's."""

@@ -102,12 +102,14 @@ def assert_trees_close(got, want, rtol):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-30))
 
 
+@pytest.mark.slow
 def test_the_batch_clips_some_tokens():
     terms = results("one", PLAIN)[2].terms
     assert 0 < float(terms.clip_fraction.value()) < 1
     assert float(terms.loss.count) == batch()[0].mask.sum()
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_mean_over_response_tokens():
     """Against jax.grad of REINFORCE: at ratio 1 and without KL the two are one formula. Only one recomputes layers."""
     rows, inputs = batch()
@@ -126,6 +128,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(state.opt_state), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatch"), long_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", 0), (SPLIT, 4), ("sequence 4, fsdp 2", 0)])
 )
@@ -139,6 +142,7 @@ def test_microbatches_and_devices_change_rounding_only(mesh, microbatch):
     assert_trees_close(sharded[2], one[2], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_is_split_along_its_tokens():
     """What a layer leaves for the backward pass, and what a draft learns from: a quarter of the tokens a device."""
     rows, inputs = batch()
@@ -150,6 +154,7 @@ def test_a_row_is_split_along_its_tokens():
     assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", long_but([SPLIT], ["one", SPLIT, "sequence 4, fsdp 2"]))
 def test_packed_rows_score_as_one_row_a_sequence(mesh):
     """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
@@ -172,6 +177,7 @@ def params_on(mesh):
     return jax.device_put(initial_params(), partition_of(mesh).shardings(SPECS))
 
 
+@pytest.mark.slow
 def test_random_parameters_do_not_depend_on_the_mesh():
     one, sharded = (init_random_params(jax.random.key(0), SPECS, partition_of(mesh)) for mesh in ("one", "fsdp 8"))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(sharded), jax.device_get(one))
@@ -193,6 +199,7 @@ def test_padding_and_prompt_positions_carry_no_gradient():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.opt_state, metrics)), results("one", PLAIN)[1:])
 
 
+@pytest.mark.slow
 def test_zero_advantages_give_exactly_no_gradient():
     """Not even through the entropy, which is only reported; Adam turns any gradient, however small, into full steps."""
     rows, inputs = batch()
@@ -206,6 +213,7 @@ def test_zero_advantages_give_exactly_no_gradient():
     assert float(metrics.terms.entropy.value()) > 3.0
 
 
+@pytest.mark.slow
 def test_kl_is_zero_at_the_reference():
     rows, inputs = batch()
     logprob_step, policy_step = step_functions("one", PLAIN, WITH_KL)
@@ -260,6 +268,7 @@ PEAK = 3e-3
 RATE_RTOL = 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("warmup", "decay_steps"), [(0, 0), (4, 0), (0, 10), (4, 12)], ids=["constant", "warm-up", "cosine", "both"]
 )

@@ -44,6 +44,7 @@ def by_definition(q, k, v, segments):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", ["xla", "splash"])
 def test_each_token_reads_its_own_sequence_up_to_itself(name, packed, partition):
@@ -54,6 +55,7 @@ def test_each_token_reads_its_own_sequence_up_to_itself(name, packed, partition)
     np.testing.assert_allclose(found, by_definition(*qkv, segments), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_queries_of_a_long_row_go_in_parts(packed, sequence, monkeypatch):
@@ -88,6 +90,7 @@ def test_memory_does_not_grow_with_the_square_of_a_row(partition, monkeypatch):
 
 
 # One tile that is not full, one that is, two with a remainder; rows that do not divide over their devices.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "B, T", [(3, 40), pytest.param(2, 128, marks=pytest.mark.long), pytest.param(2, 700, marks=pytest.mark.long)]
 )
@@ -109,6 +112,7 @@ def test_splash_and_its_gradient_are_those_of_xla_on_a_mesh(packed, B, T):
         np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "selective"])
 def test_a_policy_scores_the_same_by_splash(remat, partition):
     config = dataclasses.replace(SMALL, head_dim=H)

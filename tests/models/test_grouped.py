@@ -86,6 +86,7 @@ def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves((out, ours)))
 
 
+@pytest.mark.slow
 @every_way
 def test_bfloat16_activations_keep_float32_gradients_of_float32_matrices(way):
     """As `layers.matmul`: a gradient that would be rounded to bfloat16 has at most 8 bits."""
@@ -148,6 +149,7 @@ def test_sums_by_the_interpreted_kernel():
     assert np.abs(found - exact).max() < 2**-7 * np.abs(exact).max() and np.any(found != exact)
 
 
+@pytest.mark.slow
 def test_what_a_kernel_does_not_take_is_summed_by_tiles():
     x, share, chosen, w = draw("anywhere")
     arguments = *narrow((x, share)), jnp.asarray(chosen, jnp.int32), narrow(w), TOTAL
@@ -155,6 +157,7 @@ def test_what_a_kernel_does_not_take_is_summed_by_tiles():
     np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", long_but(["int8"], ["int8", "fp8"]))
 def test_a_kernel_takes_quantised_matrices_with_their_scales(kind):
     x, share, chosen, w = draw("anywhere")
@@ -181,6 +184,7 @@ def test_devices_sum_by_what_they_have():
 # ---- tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n, k, experts, total",
     [(1, 1, 1, 1), (3, 2, 8, 8), (500, 4, 8, 8), pytest.param(700, 8, 4, 32, marks=pytest.mark.long)],
@@ -204,6 +208,7 @@ def test_every_copy_has_one_place_in_a_tile_of_its_expert(n, k, experts, total, 
     assert (copies[:used] < n * k).any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_work_is_proportional_to_the_copies_that_are_here():
     """A device whose experts nobody chose multiplies nothing: what the worst case would need is not spent."""
     few, all_here = (

@@ -97,6 +97,7 @@ TILINGS = [(0, V, "one"), (7, V, "one"), (10, 30, "eight"), (7, 30, "eight"), (7
 TILINGS = [(*tiles, 0.6) for tiles in TILINGS] + [(7, V, "one", 0.0), (7, V, "one", 1.7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entries", "vocab", "mesh", "temperature"), TILINGS)
 def test_scores_by_tiles_are_those_of_whole_logits(entries, vocab, mesh, temperature):
     """Of the eight devices two share the vocabulary where it divides, and none where it does not."""
@@ -109,6 +110,7 @@ def test_scores_by_tiles_are_those_of_whole_logits(entries, vocab, mesh, tempera
     assert_gradients_close(gradients, expected_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [0, 7])
 def test_in_float64_the_formulas_agree_to_the_last_digits(entries, float64):
     inputs = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, inputs_of(V))
@@ -169,6 +171,7 @@ def test_tokens_with_logits_of_minus_infinity_do_not_exist(entries):
     assert all(np.isfinite(x).all() for x in (found.entropy, *gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", ["hidden", "table"])
 def test_bfloat16_operands_have_float32_scores(narrow):
     """Products are exact in float32 and the rest is float32; gradients of logits are rounded to the hidden's dtype."""
@@ -318,6 +321,7 @@ def graded_terms(outputs, table, target, cotangents, tiling):
     return jax.device_get(run(outputs, table, target, cotangents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [0, 5])
 def test_terms_of_some_anchors_are_those_of_all(entries):
     """Values and gradients, where the other pairs have no cotangent; the last anchor lies behind the row's end."""
@@ -350,6 +354,7 @@ def assert_terms_close(found, expected, **close):
         np.testing.assert_allclose(got, want, **close, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entries", "vocab", "mesh", "temperature"),
     [
@@ -366,6 +371,7 @@ def test_terms_by_tiles_are_those_of_whole_logits(entries, vocab, mesh, temperat
     assert_gradients_close(gradients, expected_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [0, 5])
 def test_in_float64_the_terms_agree_to_the_last_digits(entries, float64):
     pairs = jax.tree.map(lambda x: x.astype(np.float64), pairs_of(IDS[13], 0.6))
@@ -376,6 +382,7 @@ def test_in_float64_the_terms_agree_to_the_last_digits(entries, float64):
     assert_gradients_close(gradients, expected_gradients, 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [0, 5])
 def test_drafts_of_tokens_with_logits_of_minus_infinity(entries):
     """Where target and draft both rule a token out, terms and gradients are those of the vocabulary without it."""
@@ -423,6 +430,7 @@ def test_no_gradient_goes_to_the_target():
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), gradient)
 
 
+@pytest.mark.slow
 def test_the_overlap_is_with_p_not_renormalised():
     """Nearly all of p is outside the draft vocabulary: a draft q = p~ is accepted with p's mass on that vocabulary.
 

@@ -42,6 +42,7 @@ def test_the_sum_is_w_plus_scaled_a_b(config):
             np.testing.assert_allclose(np.asarray(whole["layers"][name])[at].reshape(rows, -1), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_nothing():
     specs = adapter_specs(qwen3.param_specs(SMALL), ALL)
     adapters = init_adapters(jax.random.key(0), specs)
@@ -131,6 +132,7 @@ def test_nonsense_is_refused(values):
         LoRA(*values)
 
 
+@pytest.mark.slow
 def test_an_adapted_matrix_is_a_node_of_the_tree():
     tree = attach(qwen3.param_specs(SMALL), adapter_specs(qwen3.param_specs(SMALL), ALL), ALL)
     assert (

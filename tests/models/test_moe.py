@@ -101,6 +101,7 @@ def test_copies_are_counted_of_the_tokens_that_are_asked_for():
     )
 
 
+@pytest.mark.slow
 def test_balance_is_one_where_experts_are_used_alike():
     even, single = jnp.full((3, 8), 5.0), jnp.zeros((3, 8)).at[:, 2].set(7.0)
     for counts, entropy, peak in ((even, 1.0, 1.0), (single, 0.0, 8.0)):
@@ -160,6 +161,7 @@ def graded_score(config, partition, **static):
     return jax.jit(jax.value_and_grad(lambda params, tokens: score(params, config, tokens, partition, **static)))
 
 
+@pytest.mark.slow
 @kinds
 def test_gradient_is_the_derivative_of_the_float64_formula(config, partition):
     """Along one random direction through every weight, the routers' too; no choice changes that near."""
@@ -207,6 +209,7 @@ def test_inference_params_have_the_declared_shapes_and_values():
             np.testing.assert_array_equal(layer[name], params["layers"][name][i])
 
 
+@pytest.mark.slow
 def test_cached_decode_is_the_full_forward(partition):
     params, tokens = random_params(MOE), draw_tokens(0)
     full = run(params, MOE, tokens, partition)
@@ -215,6 +218,7 @@ def test_cached_decode_is_the_full_forward(partition):
     np.testing.assert_array_equal(routing, full.routing)
 
 
+@pytest.mark.slow
 def test_rows_are_independent(partition):
     """Nothing is dropped and nothing summed in another order: neighbours change no bit, in either form."""
     params, tokens = random_params(MOE), draw_tokens(0)
@@ -226,6 +230,7 @@ def test_rows_are_independent(partition):
     np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.slow
 def test_routing_is_of_the_tokens_that_are_counted(partition):
     params, tokens = random_params(MOE), draw_tokens(0)
     counted = jnp.arange(T)[None] < jnp.array([3, 0, 12, 5, 1])[:, None]
@@ -294,6 +299,7 @@ def one_device(partition):
     return {rows: mixture_and_gradients(partition, rows) for rows in (5, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_a_mesh_changes_neither_outputs_nor_gradients(sizes, one_device):
     assert_close(mixture_and_gradients(spread(sizes), 8), one_device[8])
@@ -304,6 +310,7 @@ def test_neither_does_the_table_of_the_rollout(one_device):
     assert_close(mixture_and_gradients(spread(MESHES[0], ROLLOUT), 8), one_device[8])
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_over_the_devices(one_device):
     """Five rows on eight: filled up, and cut again."""
     assert_close(mixture_and_gradients(spread({"expert": 4, "data": 2}), 5), one_device[5])

@@ -208,6 +208,7 @@ def test_forward_matches_the_float64_formula(params, config, tokens, partition):
         np.testing.assert_allclose(logits[row], numpy_forward(params, config, tokens[row])[0], **ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_logprobs_and_entropy_match_the_float64_formula(temperature, params, config, tokens, partition):
     targets = draw_tokens(1)
@@ -256,6 +257,7 @@ def test_gradient_is_the_derivative_of_the_float64_formula(params, config, token
 # The learner's options change the schedule, not the numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "static",
     [
@@ -337,6 +339,7 @@ def test_features_are_the_residual_stream_entering_the_named_layers(layers, para
             np.testing.assert_allclose(out.aux[row, :, place], stream[index], **ROUNDING)
 
 
+@pytest.mark.slow
 def test_both_layouts_give_the_same_features(params, rollout, config, tokens, partition):
     at = row_positions(tokens)
     learner = compiled(config, partition, aux_layers=(2, 0))(params, tokens, at)
@@ -400,6 +403,7 @@ def test_inference_params_have_the_declared_shapes_and_dtype(dtype, params, conf
 # Cached decode = full forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "blocks", "page"),
     [
@@ -416,6 +420,7 @@ def test_cached_decode_is_the_full_forward(blocks, page, params, rollout, config
     np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)
 
 
+@pytest.mark.slow
 def test_chunked_prefill_leaves_the_cache_of_one_prefill(rollout, config, tokens, partition):
     """By position, whatever the pages: positions beyond the text, too, are left as they were."""
     _, whole = decode(rollout, config, tokens, (12,), partition, empty_pages(config, seed=1))
@@ -425,6 +430,7 @@ def test_chunked_prefill_leaves_the_cache_of_one_prefill(rollout, config, tokens
         np.testing.assert_allclose(a, b, **ROUNDING)
 
 
+@pytest.mark.slow
 def test_prefill_without_lm_head_fills_the_same_cache(rollout, config, tokens, partition):
     at = row_positions(tokens)
     _, plain = cached(config, partition)(rollout, tokens, at, empty_pages(config))
@@ -468,6 +474,7 @@ def test_entries_beyond_a_row_are_never_read(rollout, config, tokens, partition)
     np.testing.assert_array_equal(logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unnamed", [0, 3], ids=["the table ends", "the table names no page"])
 def test_writes_beyond_the_pages_of_a_row_are_dropped(unnamed, rollout, config, tokens, partition):
     """A block that sticks out of them must not wrap around, pile up on the last entry or reach another page."""
@@ -561,6 +568,7 @@ def test_padding_reaches_no_gradient(params, config, tokens, partition):
         np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()), rtol=0)
 
 
+@pytest.mark.slow
 def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
     """Rows of 12 = 5 + 3 + 4 tokens of three texts, positions restarting, against the texts alone."""
     lengths, ids = (5, 3, 4), (1, 2, 3)
@@ -578,6 +586,7 @@ def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
 # Precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
 def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, tokens, partition):
     rollout = qwen3.inference_params(params, config, jnp.bfloat16)
@@ -607,6 +616,7 @@ def test_stretched_positions_allow_longer_sequences():
 # Sharded = unsharded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.long)], ids=str)
 def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
     data, fsdp, tensor = sizes

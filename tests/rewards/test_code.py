@@ -360,6 +360,7 @@ def test_the_start_of_a_run_names_the_sandbox(capsys):
     assert capsys.readouterr().out.startswith(f"reward.sandbox: {mechanism}, programs run in /")
 
 
+@pytest.mark.slow
 def test_a_scorer_of_programs_needs_a_sandbox():
     with pytest.raises(InputError, match="programs need a sandbox"):
         Scorer(("code",), workers=1)

@@ -108,6 +108,7 @@ def test_as_many_answers_as_responses(obey):
 # ---- what an answer may do
 
 
+@pytest.mark.slow
 def test_a_failure_scores_0_for_its_answer_only(obey):
     """All causes in one batch; each of their neighbours is rewarded."""
     bad = {
@@ -486,6 +487,7 @@ def test_a_module_that_does_not_import(tmp_path, monkeypatch, source, message):
         Scorer(("module_of_a_user:f",), workers=1)
 
 
+@pytest.mark.slow
 def test_a_method_may_be_a_reward(tmp_path, monkeypatch):
     (tmp_path / "other_module_of_a_user.py").write_text(
         "class Judge:\n    @staticmethod\n    def score(response, answer):\n        return response == answer\n"

@@ -173,6 +173,7 @@ def spelled(value, k):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=12)  # each reads about 60 spellings, at 5 ms
 @given(st.fractions(-(10**4), 10**4, max_denominator=60), st.integers(1, 9), st.integers(1, 10**4), st.data())
 def test_a_rational_equals_itself_in_every_spelling_and_not_its_neighbours(value, k, step, data):

@@ -77,6 +77,7 @@ def batch():
 tokens = st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @hypothesis.given(tokens)
 @hypothesis.example([[False] * 7])
 @hypothesis.example([[True] * 7])
@@ -90,6 +91,7 @@ def test_a_pair_learns_where_decoding_could_draft_a_response_token_from_it(rows)
         np.testing.assert_array_equal(found[i], [[learns(row, i, t) for t in range(7)] for row in response])
 
 
+@pytest.mark.slow
 def test_the_first_draft_of_pair_t_learns_where_token_t_plus_2_is_a_response_token():
     """The row as it is drawn: prompt P, response r, padding .
 
@@ -240,6 +242,7 @@ def unmasked(response):
     return ~learning, ~read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_not_supervised_does_not_matter(name, batch):
     student, target, response = batch
@@ -329,6 +332,7 @@ def expected_kept(p, q):
     return total
 
 
+@pytest.mark.slow
 def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
     """Its value and its gradient, from the enumeration of the rejection rule in float64: 729 drafts of three tokens.
 
@@ -440,6 +444,7 @@ def rows_of(texts, arrange):
     return rows if arrange is packed else rows | {"segments": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])
 def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
     """Totals, counts and gradients of every loss: attention, rotary positions and shifts stay within a sequence."""
@@ -467,6 +472,7 @@ def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_no_other_sequence_of_a_packed_row_changes_a_bit(kind):
     """The losses of each sequence stay bit for bit the same with other values in the other sequences of its row."""

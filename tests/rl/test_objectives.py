@@ -146,6 +146,7 @@ def test_loss_and_gradient_against_float64(o):
             np.testing.assert_allclose(gradient[row, column], (found[0] - found[1]) / (2 * step), atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("o", CASES, ids=name)
 def test_sequences_in_rows_of_their_own_give_the_same(o):
     x, spans = batch(1)
@@ -293,6 +294,7 @@ def test_extreme_ratios(advantage, log_ratio, dual, loss, gradient, clipped):
     assert float(metrics.clip_fraction.total) == clipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("log_ratios", "advantage", "loss", "gradient"),
     [
@@ -376,6 +378,7 @@ def test_an_answer_of_several_turns_is_one_answer(how, packed):
         np.testing.assert_allclose(loss.value(), expected[how], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("objective", [PLAIN, WITH_KL], ids=["plain", "with_kl"])
 def test_masked_positions_carry_no_loss_and_no_gradient(junk, objective):
@@ -430,6 +433,7 @@ def test_k3_is_unbiased(seed):
     np.testing.assert_allclose(np.sum(p * np.asarray(estimates[0])), np.sum(p * np.log(p / q)), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [{"loss": "ppo"}, {"aggregation": "mean"}, {"kl": "k1"}, {"correction": "tis"}, {"clip_dual": 0.5}],

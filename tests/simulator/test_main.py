@@ -53,6 +53,7 @@ def test_the_largest_case(call):
     assert [line.split()[0] for line in out.splitlines() if line.endswith("x")] == [*"012357", "adaptive"]
 
 
+@pytest.mark.slow
 def test_ways_to_update_are_printed_where_a_disagreement_is_given(call):
     _, out, _ = call(*dense())
     assert "ways to update" not in out
@@ -134,6 +135,7 @@ def test_a_reference_is_in_the_memory_of_a_device(call):
     assert found[1] - found[0] == pytest.approx(8.19 * 4 / 32, abs=0.11)
 
 
+@pytest.mark.slow
 def test_a_grid_is_written(call, tmp_path):
     status, out, _ = call(*dense("--grid", str(tmp_path / "grid")))
     assert status == 0 and "configurations: " in out

@@ -101,6 +101,7 @@ def test_lag_is_never_slower_in_a_scenario(devices, lag, k, kept, machine, sprea
     assert waiting >= running >= further
 
 
+@pytest.mark.slow
 @hypothesis.given(**CONFIGURATION)
 def test_no_speedup_above_acceptance_nor_above_amdahl(devices, lag, k, kept, machine, spread):
     s = scenario(HARDWARE[machine], spread)

@@ -184,6 +184,7 @@ def test_nothing_disagrees_or_everything():
     assert expected_rest(lengths(), 1.0) == 1 and expected_kept(lengths(), 1.0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disagreement", [0.0, 1e-5, 1e-4, 1e-2])
 def test_the_formula_is_the_events_where_all_is_drawn_while_the_learner_works(disagreement):
     """Twenty seeds of five steps, a token a second in every slot: within 2 %."""
