@@ -41,6 +41,7 @@ def two(tmp_path_factory):
     return folder, run(folder, 2, 4, *SMALL)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(two, tmp_path):
     assert [row["step"] for row in two[1]] == list(range(STEPS + 1))
     assert_equal_but_for_rounding(two[1], run(tmp_path, 1, 8, *SMALL))
@@ -84,6 +85,7 @@ def test_an_asynchronous_run_goes_on_with_the_rollouts_of_its_checkpoint(tmp_pat
         assert_equal_but_for_rounding(rows, again)
 
 
+@pytest.mark.slow
 def test_only_the_first_process_writes_and_prints(two):
     assert "time of a step" in output(two[0], 0) and "time of a step" not in output(two[0], 1)
     assert len((two[0] / "metrics.jsonl").read_text().splitlines()) == STEPS + 1
@@ -101,6 +103,7 @@ def restored(folder, sizes):
     return jax.device_get(state), host.values
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_restored_on_any_mesh(two):
     one, many = restored(two[0], {"fsdp": 1}), restored(two[0], {"fsdp": 4, "tensor": 2})
     jax.tree.map(np.testing.assert_array_equal, one[0], many[0])

@@ -41,6 +41,7 @@ def mesh():
     return make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 4})
 
 
+@pytest.mark.slow
 def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy

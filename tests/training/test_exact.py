@@ -89,6 +89,7 @@ def assert_same_run(run, workdir, synchronous):
             assert [one[name] for one in ours] == [one[name] for one in theirs], (step, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["sync, 1 ahead", *(pytest.param(mode, marks=pytest.mark.long) for mode in list(MODES)[2:])]
 )
