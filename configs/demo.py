@@ -10,11 +10,13 @@ Hardware: 2 CPU cores, 4 GiB. Time, accuracy and speedup of three seeds: docs/de
 same steps with a random seven-layer policy and a random head, in seconds.
 """
 
+from ml_collections import ConfigDict
+
 from configs import rlzero_tiny
 from specrl_jax.config import base
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/demo.py: no variant '{arg}'; there is smoke")
     if arg == "smoke":

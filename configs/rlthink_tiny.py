@@ -10,10 +10,12 @@ the same steps with a random seven-layer policy and a random head, in seconds. `
 policy that it goes on from, which is right in most of its answers (`careful` of pretrain_tiny.py and draft_tiny.py).
 """
 
+from ml_collections import ConfigDict
+
 from configs import rlzero_tiny
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "rooms", "smoke"):
         raise ValueError(f"configs/rlthink_tiny.py: no variant '{arg}'; there are rooms, smoke")
     if arg == "rooms":

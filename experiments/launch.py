@@ -84,7 +84,7 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
                 run_all(program, runs, arguments.jobs, signals, report)
             for run in runs:
                 if run.state == "failed":
-                    status = run.process.returncode
+                    status = run.child.returncode
                     print(f"failed: {run.name}: exit status {status}: {last_line(run)}", file=sys.stderr)
             write_results(arguments.workdir / "results.csv", runs)
     except InputError as error:

@@ -11,6 +11,7 @@ The rooms have a base and features for each seed, of experiments/reproduce.py. R
 """
 
 import argparse
+import dataclasses
 import pathlib
 import threading
 import time
@@ -82,13 +83,14 @@ def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
         batches(parts.learner, parts.rollout.tokenizer.pad_id, store),
         state.draft,
     )
+    steps = parts.learner.plan.config.steps
     start = time.perf_counter()
-    for i in range(parts.learner.plan.config.steps):
-        draft, _ = cases[i * len(cases) // parts.learner.plan.config.steps].learner.draft_step(
-            draft, tables, *next(data)
-        )
+    for i in range(steps):
+        draft_step = cases[i * len(cases) // steps].learner.draft_step
+        assert draft_step is not None and draft is not None  # a draft with weights
+        draft, _ = draft_step(draft, tables, *next(data))
     jax.block_until_ready(draft)
-    return state.replace(draft=draft), time.perf_counter() - start
+    return dataclasses.replace(state, draft=draft), time.perf_counter() - start
 
 
 def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator[bench.Row]:

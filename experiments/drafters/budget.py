@@ -47,7 +47,7 @@ def workload_of(rollout: Any, share: float, prompts: int) -> Workload:
 
 def measure(share: float, budgets: list[int], prompts: int, learning: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of one mixture."""
-    lengths, sides = draft_lengths(LONGEST, adaptive=True), {}
+    lengths, sides = draft_lengths(LONGEST, adaptive=True), dict[Any, tuple[Any, ...]]()
     for budget in (0, *budgets):
         config = demo.get_config()
         config.rollout.num_slots, config.draft.length, config.draft.budget = SLOTS, LONGEST, budget

@@ -30,7 +30,7 @@ def rounds_of(
     workload: str, seed: int, slots: int, drafters: list[str], prompts: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one base at one number of slots."""
-    cases = {}
+    cases = dict[Any, tuple[Any, ...]]()
     for drafter in drafters:
         config = config_of(workload, seed)
         path, kind = path_of(workload, seed, drafter), HEADS[drafter].kind

@@ -44,7 +44,7 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
     weights, lengths = [versions.weights(step) for step in (older, older + 1)], FixedLength(k)
 
     def generate(version: int, earlier: dict[int, np.ndarray]) -> tuple[Rollouts, float]:
-        asked = Continuation(earlier=earlier)
+        asked: Continuation[Any] = Continuation(earlier=earlier)
         start = time.perf_counter()
         found = engine.generate(weights[version], work.prompts, work.samples, seed, lengths=lengths, continuation=asked)
         return found, time.perf_counter() - start

@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 def drafters(head: str, mtp: str) -> dict[str, dict[str, Any]]:
     """Return the values of config.draft for each drafter."""
     weightless = {"path": "", "history": 0}
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "eagle3": {"kind": "eagle3", "path": head},
         "mtp": {"kind": "mtp", "path": mtp},
         "ngram": {"kind": "ngram"} | weightless,

@@ -75,7 +75,9 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition).logits
+        logits = qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition).logits
+        assert logits is not None  # as without `features` alone
+        return logits
 
     jitted = jax.jit(forward)
     return lambda tokens: jitted(params, jnp.asarray(tokens))
@@ -110,7 +112,7 @@ def main() -> None:
     plain = generators["none"]
     source = TaskSource("arithmetic", "train", 0)
     forward = load_forward()
-    result = {kind: {"tokens": 0, "partings": []} for kind in a.kinds}
+    result: dict[str, dict[str, Any]] = {kind: {"tokens": 0, "partings": []} for kind in a.kinds}
     seed = 0
     while min(found["tokens"] for found in result.values()) < a.tokens:
         problems = [source[(seed * a.slots + i) % len(source)] for i in range(a.slots)]

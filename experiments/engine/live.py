@@ -76,7 +76,7 @@ class Figures:
         }
         self.rows: list[bench.Row] = []
 
-    def add(self, case: str, unit: str, values: Sequence[float]) -> None:
+    def add(self, case: str, unit: str, values: Sequence[float] | np.ndarray) -> None:
         quartiles = bench.quartiles(values)
         row = {name: f"{x:.5g}" for name, x in quartiles._asdict().items()}
         self.rows.append({"case": case, "unit": unit, "rounds": len(values)} | row | self._common)

@@ -9,6 +9,7 @@ forward with float32 parameters scores these tokens, as the logprob phase of a t
 import argparse
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from configs import rlzero_tiny
@@ -60,7 +61,7 @@ def measure(parts: Parts) -> bench.Row:
     return (
         {"tokens": apart.size}
         | found
-        | {"kl": mismatch_metrics(behaviour, learner, rows.mask)["rollout_vs_learner/kl"]}
+        | {"kl": mismatch_metrics(jnp.asarray(behaviour), learner, rows.mask)["rollout_vs_learner/kl"]}
     )
 
 

@@ -57,7 +57,7 @@ def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
     }
 
 
-def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: jnp.dtype) -> dict[str, int]:
+def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: str) -> dict[str, int]:
     """Return the bytes of the same buffers by the docstrings' formulas; cache and activations share one dtype."""
     S, K, H, C, P = limits.cache_length, model.kv_heads, model.head_dim, limits.shard_pages, limits.columns
     itemsize = jnp.dtype(dtype).itemsize

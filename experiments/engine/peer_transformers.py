@@ -73,7 +73,7 @@ def make_generate_all(model: transformers.PreTrainedModel) -> peer_server.Genera
             max_batch_tokens=max(map(len, prompts)) + batch,
             max_requests_per_batch=batch,
         )
-        found = {}
+        found = dict[str, list[int]]()
         with model.continuous_batching_context_manager(
             generation_config=sampling, continuous_batching_config=config, block=True
         ) as manager:

@@ -137,9 +137,10 @@ def ask(process: subprocess.Popen, command: dict) -> dict:
     """Send a command of peer_server.py's protocol; return the answer. Raises RuntimeError if the process ended."""
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(command), file=process.stdin, flush=True)
+    assert process.stdout is not None  # a pipe
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"{' '.join(process.args)} ended; why is above")
+        raise RuntimeError(f"{process.args!r} ended; why is above")
     return json.loads(line)
 
 
@@ -173,6 +174,7 @@ def start_peer(command: list[str], folder: str, **variables: str) -> Iterator[su
         yield process
     finally:
         # A peer that ended on its own leaves a command unread.
+        assert process.stdin is not None and process.stdout is not None  # pipes
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         process.stdout.close()

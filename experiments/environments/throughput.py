@@ -10,7 +10,7 @@ import argparse
 import csv
 import json
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -31,7 +31,7 @@ CLASSES = {"at once": "AtOnce", "0.2 s": "Waiting"}
 class SeveralEnds(CharTokenizer):
     """A random policy of 128 entries ends a turn after about 24 tokens."""
 
-    eos_ids = (1, 2, 3, 4, 5)
+    eos_ids: tuple[int, ...] = (1, 2, 3, 4, 5)
 
 
 class Case(NamedTuple):
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     runs = {name: build(name, a.preset) for name in CLASSES}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for seed in range(a.rounds + 1):  # the first compiles
         for name in list(CLASSES)[:: 1 if seed % 2 else -1]:
             rows.append({"environment": name, "round": seed} | measure(runs[name], a.rollouts, seed))

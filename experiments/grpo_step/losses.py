@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine import bench
@@ -46,11 +47,12 @@ def random_batch() -> dict[str, np.ndarray]:
 
 
 def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]:
-    old = None if o.old_logprobs == "current" else batch["old"]
-    signal = LossInputs(old, batch["ref"], batch["advantages"][:, None], batch["behaviour"])
+    given = jax.tree.map(jnp.asarray, batch)
+    old = None if o.old_logprobs == "current" else given["old"]
+    signal = LossInputs(old, given["ref"], given["advantages"][:, None], given["behaviour"])
 
     def loss(logprobs: jax.Array) -> jax.Array:
-        return grpo_loss(logprobs, batch["entropy"], signal, batch["mask"], None, o).loss.value()
+        return grpo_loss(logprobs, given["entropy"], signal, given["mask"], None, o).loss.value()
 
     value, gradient = jax.value_and_grad(loss)(batch["logprobs"])
     return float(value), np.asarray(gradient)
@@ -59,7 +61,7 @@ def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]
 def theirs(batch: dict[str, np.ndarray], python: str) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         given, answer = os.path.join(folder, "batch.npz"), os.path.join(folder, "out.json")
-        np.savez(given, **batch)
+        np.savez(given, allow_pickle=False, **batch)
         subprocess.run([python, str(HERE / "losses_trl.py"), given, answer], check=True)
         return json.loads(pathlib.Path(answer).read_text())
 

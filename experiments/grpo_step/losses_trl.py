@@ -8,12 +8,13 @@ import collections
 import json
 import sys
 import types
+from typing import Any
 
 import numpy as np
 import torch
 from trl import GRPOTrainer
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "clip, token": {"loss_type": "bnpo"},
     "clip, sequence": {"loss_type": "grpo"},
     "clip, constant": {"loss_type": "dr_grpo"},

@@ -50,7 +50,8 @@ def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
     start = time.perf_counter()
     old = jax.block_until_ready(parts.learner.logprob_step(state.params, batch.rows)[0])
     middle = time.perf_counter()
-    state, _, outputs = parts.learner.policy_step(state, batch.rows, LossInputs(old, None, batch.advantages))
+    inputs: Any = LossInputs(old, None, batch.advantages)  # type: ignore[arg-type]  # numpy, as the loop gives them
+    state, _, outputs = parts.learner.policy_step(state, batch.rows, inputs)
     jax.block_until_ready((state, outputs))
     return state, middle - start, time.perf_counter() - middle
 
@@ -61,9 +62,9 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     parts = make_parts(config, make_mesh(config.mesh.to_dict()))
     state = initial_state(parts.learner)
     found = batches(parts, prepare(parts.learner, parts.rollout, state)[0])
-    policy, rows = state.policy, []
+    policy, rows = state.policy, list[bench.Row]()
     for i in range(-1, rounds):  # the first compiles
-        row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
+        row: bench.Row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
         for name in sorted(found, reverse=i % 2 == 0):
             policy, row[f"{name}_logprob"], row[f"{name}_train"] = timed(parts, policy, found[name])
         rows.append(row)

@@ -61,7 +61,7 @@ class Clock(transformers.TrainerCallback):
 
     def __init__(self):
         self.boundaries = []  # start of training, then the end of every step
-        self.phases = defaultdict(lambda: defaultdict(float))  # phase -> step -> seconds
+        self.phases: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # phase -> step -> seconds
 
     def add(self, name, start):
         self.phases[name][len(self.boundaries) - 1] += time.perf_counter() - start

@@ -143,7 +143,7 @@ def batches(count, requests):
 
 def measure(warmup, steps):
     """Run warmup + steps GRPO steps; return the seconds of the last `steps` and of their phases."""
-    requests, phases = [], {"generate": [], "train": []}
+    requests, phases = list[float](), {"generate": list[float](), "train": list[float]()}
     cluster = make_cluster(warmup + steps + 1)
     cluster.generate = timed(cluster.generate, phases["generate"])
     cluster.update_actor = timed(cluster.update_actor, phases["train"])

@@ -88,7 +88,8 @@ def temporaries(case: Case, state: RunState) -> int:
         case.learner.logprob_step.lower(state.policy.params, case.batch.rows),
         case.learner.policy_step.lower(state.policy, case.batch.rows, inputs),
     )
-    return max(x.compile().memory_analysis().temp_size_in_bytes for x in lowered)
+    found = [x.compile().memory_analysis() for x in lowered]
+    return max(memory.temp_size_in_bytes for memory in found if memory is not None)
 
 
 def timed(case: Case, state: RunState) -> tuple[RunState, float, float]:

@@ -288,7 +288,8 @@ def main() -> None:
     device = jax.devices()[0]
     kernels = kernels_of(device)
     if a.small:
-        kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.residual)))
+        small: Any = [functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.residual)]
+        kernels = Kernels(*small)
     if kernels is None:
         parser.error(f"no kernels for {device.device_kind}: a Hopper or newer GPU or a TPU is needed, or --small")
     shapes = SMALL if a.small else FULL

@@ -49,8 +49,8 @@ def load(workdir: str) -> tuple[Parts, Any]:
 def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
     """Return [rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
     s = parts.learner.plan.config
-    draft, rollout = dataclasses.replace(s.draft, length=k), dataclasses.replace(s.rollout, num_slots=slots)
-    config = dataclasses.replace(s, draft=draft, rollout=rollout)
+    config = dataclasses.replace(s, draft=dataclasses.replace(s.draft, length=k))
+    config = dataclasses.replace(config, rollout=dataclasses.replace(s.rollout, num_slots=slots))
     rollout = make_rollout(make_plan(config, parts.learner.plan.learner_partition.mesh))
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation][:PROMPTS]
     return measure_speedup(rollout.engine, rollout.plain_engine, weights, Workload(prompts, 1, seed=0), rounds)

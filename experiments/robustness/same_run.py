@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import absl.logging
 import jax
@@ -90,8 +90,8 @@ def checksum(response, answer):
 class Run(NamedTuple):
     """What a finished run left behind, without what depends on the clock."""
 
-    rows: list[dict[str, object]]  # of metrics.jsonl, under today's names
-    rollouts: list[object]  # one a recorded rollout, in order
+    rows: list[dict[str, Any]]  # of metrics.jsonl, under today's names
+    rollouts: list[Any]  # one a recorded rollout, in order
     arrays: dict[str, np.ndarray]  # of every checkpoint, by step and path
     host: dict[str, object]  # JSON beside each checkpoint's arrays, by step
 

@@ -40,7 +40,8 @@ LIMITS = Limits(seconds=1.0, memory=256 * MIB, output=MIB, processes=16, disk=8 
 GRACE = 1.0  # seconds after its limit by which a program is over
 ENVIRONMENT = "SPECRL_HOSTILE_SECRET"
 # What a hostile program would leave, if it could.
-LEFT = ("/dev/shm/left", "/tmp/l", "/tmp/h", "/tmp/fill", "/tmp/0", "/tmp/d", "/tmp/json.py", "/tmp/sitecustomize.py")
+LEFT: tuple[str, ...] = ("/dev/shm/left", "/tmp/l", "/tmp/h", "/tmp/fill", "/tmp/0", "/tmp/d", "/tmp/json.py")
+LEFT += ("/tmp/sitecustomize.py",)
 LEFT += ("/usr/left", "/bin/left", "/left", "/etc/left", "/var/tmp/left", "/root/left", "/run/left")
 CHECK = """
 def check(candidate):

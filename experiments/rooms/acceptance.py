@@ -141,8 +141,8 @@ def table(rows: Sequence[Position]) -> str:
         kept = " ".join(f"{share:.2f}" for share in shares)
         paper = PAPER_TOKENS[workload, head]
         lines.append([NAMES[workload], f"{head}, {drafts}", *tokens, paper, kept, distance])
-    head = ["", "head, drafts", *(f"tokens, k = {k}" for k in LENGTHS), "the paper, k = 3"]
-    return markdown([*head, "accepted of those reached, 1 to 7", "TV of the first"], lines)
+    columns = ["", "head, drafts", *(f"tokens, k = {k}" for k in LENGTHS), "the paper, k = 3"]
+    return markdown([*columns, "accepted of those reached, 1 to 7", "TV of the first"], lines)
 
 
 def describe(rows: Sequence[Position]) -> str:

@@ -21,8 +21,9 @@ import numpy as np
 
 from experiments.claims import markdown, put_table
 from experiments.scale_projection import large, paper, public
+from experiments.scale_projection.ours import Row
 from experiments.verdicts import Interval
-from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, Row, draft_cells, scale_cells, write_rows
+from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, scale_cells, write_rows
 from specrl_jax.simulator.heatmaps import Marks, heatmaps
 from specrl_jax.simulator.scenario import Points, Scenario, compare, points, predict
 
@@ -58,13 +59,13 @@ CASES = (
 )
 
 
-LOOPS = {"our loop": large.fused, "vLLM": lambda c: c}
+LOOPS: dict[str, Callable[[paper.Calibrated], paper.Calibrated]] = {"our loop": large.fused, "vLLM": lambda c: c}
 # The paper's cells: column -> (case, x, y) -> its value. Of the draft grid the cells of nearest acceptance.
-SCALE_MARKS = {
+SCALE_MARKS: Marks = {
     "rollout_speedup": {("8B, vLLM", 32, 0): "paper 1.77", ("235B, our loop", 2048, 2): "paper 3.5"},
     "end_to_end_speedup": {("8B, vLLM", 32, 0): "paper 1.41", ("235B, our loop", 2048, 2): "paper 2.5"},
 }
-DRAFT_MARKS = {
+DRAFT_MARKS: Marks = {
     "rollout_speedup": {
         ("8B, vLLM", 0.9, 3): "paper 1.77",
         ("8B, vLLM", 0.85, 5): "paper 1.44",
@@ -101,7 +102,7 @@ def drawn_rows(scenarios: Sequence[Scenario], cells: Sequence[Row], p: Points) -
 
 def grids(kept: Sequence[paper.Calibrated]) -> tuple[list[Row], list[Row]]:
     """Compute the rows of the scale grid and of the draft grid; column `case` names the model and the loop."""
-    scale, draft = [], []
+    scale, draft = list[Row](), list[Row]()
     for case in CASES:
         for loop, view in LOOPS.items():
             scenarios, name = [case.scenario(view(c)) for c in kept], {"case": f"{case.name}, {loop}"}

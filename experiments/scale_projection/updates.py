@@ -18,8 +18,9 @@ import numpy as np
 from experiments.claims import markdown, put_table
 from experiments.engine.bench import distinct, matching, read_rows
 from experiments.scale_projection import grid, large, paper, public
+from experiments.scale_projection.ours import Row
 from experiments.verdicts import Interval
-from specrl_jax.simulator.grid import Row, write_rows
+from specrl_jax.simulator.grid import write_rows
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.modes import (
     DISAGREEMENTS,
@@ -142,8 +143,8 @@ def _interval(r: Row, name: str) -> Interval:
 
 def _chance(value: float | str) -> str:
     """Return a break-even as text; 0 is never, inf beyond what was simulated."""
-    if value == "":
-        return ""
+    if isinstance(value, str):
+        return value
     return {0: "never", float("inf"): f"above {DISAGREEMENTS[-1]:g}"}.get(value, f"{value:.0e}")
 
 

@@ -35,7 +35,7 @@ def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
             kept = [r for r in rows if (r["set"], r["use"]) == (name, use)]
             if not kept:
                 continue
-            found = errors([r["predicted"] for r in kept], [r["measured"] for r in kept])
+            found = errors(*(np.array([r[name] for r in kept]) for name in ("predicted", "measured")))
             line = f"  {name:<18} {use:<9} {found}"
             if use == "held out" and name in TARGETS:
                 median, worst = TARGETS[name]
@@ -125,6 +125,7 @@ def main() -> None:
 
     print("\nTHE PAPER'S TABLES (arXiv 2604.26779), fitted to Table 1's plain columns")
     c = paper.calibrate()
+    assert c.fit is not None  # calibrated
     print("\n".join(c.fit.lines()))
     found = paper.worlds(draws, {name: hosts.factors[name] for name in hosts.values})
     print("\n".join(allowed(found)))
@@ -166,11 +167,11 @@ def main() -> None:
     write_rows(str(HERE / "large.csv"), [{name: r[name] for name in LARGE_COLUMNS} for r in big])
     write_rows(str(HERE / "sensitivity.csv"), changed)
     write_rows(str(HERE / "public.csv"), public_rows(hosts))
-    solved = {"fitted_to": "apart", "points": 1, "constant": "contention", "value": f"{contention:.5g}"}
+    solved: Row = {"fitted_to": "apart", "points": 1, "constant": "contention", "value": f"{contention:.5g}"}
     share = np.median([x.means["zero"] / x.undisclosed.limit for x in found.kept])
-    typical = {"fitted_to": "draws", "points": draws, "constant": "mean_share", "value": f"{share:.3g}"}
+    typical: Row = {"fitted_to": "draws", "points": draws, "constant": "mean_share", "value": f"{share:.3g}"}
     fitted = constant_rows(dict(zip(("iterations", "rollouts", "steps"), fits)) | {"public": hosts, "paper": c.fit})
-    write_rows(str(HERE / "constants.csv"), [*fitted, *(r | {"factor_90": ""} for r in (solved, typical))])
+    write_rows(str(HERE / "constants.csv"), fitted + [r | {"factor_90": ""} for r in (solved, typical)])
     figures.plot_ours(str(HERE / "ours.png"), rows)
     figures.plot_paper(str(HERE / "paper.png"), predicted, big)
 

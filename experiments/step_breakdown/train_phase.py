@@ -43,7 +43,7 @@ def first_step(parts: Parts) -> tuple[Rows, LossInputs]:
     rollouts = make_training_batch(parts, prepare(parts.learner, parts.rollout, state)[0])
     batch = learner_batch(rollouts, parts.rollout.tokenizer.pad_id, parts.learner.packing)
     old_logprobs = jax.device_get(parts.learner.logprob_step(state.policy.params, batch.rows)[0])
-    return batch.rows, LossInputs(old_logprobs, None, batch.advantages)
+    return batch.rows, LossInputs(old_logprobs, None, batch.advantages)  # type: ignore[arg-type]  # numpy
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     rows, inputs = first_step(cases["eagle3"])
     found = []
     for i in range(-1, rounds):  # the first compiles
-        row = {"round": i}
+        row: dict[str, Any] = {"round": i}
         for kind in sorted(KINDS, reverse=i % 2 == 0):
             start = time.perf_counter()
             states[kind], _ = update(cases[kind].learner, states[kind], rows, inputs, train_draft=False)

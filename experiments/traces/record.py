@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "traces.csv", help="CSV file")
     a = parser.parse_args()
-    traces = []
+    traces = list[Trace]()
     for workload in a.workloads:
         for seed in a.seeds:
             traces += record(workload, seed, a.prompts)

@@ -75,7 +75,9 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for tile in a.tiles:
             compiled = compile_gradient(**sizes, tile=tile)
-            row = sizes | {"tile": tile, "temporary": compiled.memory_analysis().temp_size_in_bytes}
+            memory = compiled.memory_analysis()
+            assert memory is not None
+            row = sizes | {"tile": tile, "temporary": memory.temp_size_in_bytes}
             row |= {"largest": largest_buffer(compiled.as_text()), "logits": 4 * a.tokens * a.vocab}
             if tile or a.run_whole:
                 row |= run(compiled, **sizes)
