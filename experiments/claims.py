@@ -137,6 +137,13 @@ def put_table(page: pathlib.Path, text: str, name: str = "results") -> None:
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
 
 
+def show_table(folder: pathlib.Path, home: pathlib.Path, text: str, name: str = "results") -> None:
+    """Print a table; write it into the page of `home` where the rows were written there, too."""
+    print(text)
+    if folder == home:
+        put_table(home / "README.md", text, name)
+
+
 def error(found: Sequence[Interval]) -> np.ndarray:
     """Return [2, points]: distances of the ends of intervals from their means, as errorbar takes them."""
     return np.nan_to_num([[f.mean - f.low for f in found], [f.high - f.mean for f in found]])

@@ -10,9 +10,9 @@ sampled drafts at temperature 1. `generic` heads learn from the base's answers t
 The rooms have a base and features for each seed, of experiments/reproduce.py. Rows go to --output.
 """
 
-import argparse
 import dataclasses
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from configs import draft_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.rooms.bases import folder
@@ -117,7 +118,9 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(
+        __doc__, small={"updates": 2, "rollouts": 16, "problems": 4, "seeds": [0], "features": "runs/small/features"}
+    )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
     parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
     parser.add_argument("--updates", type=int, default=0, help="default: 2,400; of the rooms 300")
@@ -142,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -14,7 +14,7 @@ expected_block / expected_rejection on the rejection run's blocks; the blocks of
 Counts include drafts after an end-of-text, as the engine's counts do.
 """
 
-import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from kernels_pallas.verify import rules
 from kernels_pallas.verify.op import Verified, VerifyInputs
@@ -146,7 +147,7 @@ def gains(rows: list[bench.Row], k: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"lengths": [1], "prompts": 4, "seeds": 1})
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
     parser.add_argument("--lengths", type=int, nargs="+", default=[3, 5, 7])
@@ -168,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

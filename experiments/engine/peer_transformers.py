@@ -16,9 +16,12 @@ import argparse
 import ctypes
 import sys
 
-import peer_server
-import torch
-import transformers
+from experiments import commands
+from experiments.engine import peer_server
+
+with commands.needed("torch==2.13.0 transformers==5.23.0 safetensors"):
+    import torch
+    import transformers
 
 THREADS = 2
 PAGE = 256  # tokens, transformers' own choice

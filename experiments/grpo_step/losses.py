@@ -6,7 +6,6 @@ For every case that TRL has too: the value, and the largest difference of the gr
 over its largest entry. Exits with 1 if a loss differs by more than 1e-4.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -18,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 
-HERE = pathlib.Path(__file__).parent
 B, T = 32, 64
 TOLERANCE = 1e-4
 NO_DUAL = 0.0  # TRL has it off by default (its `delta`)
@@ -58,22 +57,22 @@ def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]
     return float(value), np.asarray(gradient)
 
 
-def theirs(batch: dict[str, np.ndarray], python: str) -> dict[str, dict]:
+def theirs(batch: dict[str, np.ndarray], command: list[str]) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         given, answer = os.path.join(folder, "batch.npz"), os.path.join(folder, "out.json")
         np.savez(given, allow_pickle=False, **batch)
-        subprocess.run([python, str(HERE / "losses_trl.py"), given, answer], check=True)
+        subprocess.run([*command, given, answer], cwd=commands.REPOSITORY, check=True)
         return json.loads(pathlib.Path(answer).read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={})
     parser.add_argument("--trl", required=True)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     batch = random_batch()
     rows = []
-    for name, found in theirs(batch, arguments.trl).items():
+    for name, found in theirs(batch, commands.other_python("--trl", arguments.trl, "grpo_step.losses_trl")).items():
         value, gradient = ours(batch, CASES[name])
         expected = np.array(found["gradient"])
         rows.append(
@@ -93,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

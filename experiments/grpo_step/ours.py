@@ -9,9 +9,9 @@ with all five phases. One update per step is strictly on policy, so grpo.old_log
 as in both peers.
 """
 
-import argparse
 import json
 import statistics
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from experiments import commands
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
@@ -111,7 +112,7 @@ def measure(steps: int, warmup: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"steps": 1, "warmup": 1})
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--output", required=True)
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -7,7 +7,7 @@ as in training. Each round times the log-probs and the update of both layouts; t
 per round.
 """
 
-import argparse
+import sys
 import time
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.data.sources import ProblemStream
@@ -72,7 +73,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"rounds": 1})
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
@@ -87,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

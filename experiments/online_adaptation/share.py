@@ -7,8 +7,8 @@ weights and without compiling, and counts the multiplications and additions of e
 recomputed layers twice. Other operations are left out; attention counts all T x T pairs on both sides.
 """
 
-import argparse
 import math
+import sys
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from configs import rlzero_8b, rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.core import stand_in
@@ -103,7 +104,7 @@ def measure(parts: Parts) -> bench.Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"configs": ["rlzero_tiny"], "steps": [1]})
     parser.add_argument("--configs", nargs="+", default=["rlzero_8b", "rlzero_tiny"])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 3, 7], help="draft steps unrolled")
     parser.add_argument("--output", default="experiments/online_adaptation/share.csv")
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -6,16 +6,17 @@ Both sides run in one process on the same prompts and weights in alternating rou
 drafts. A ratio is that of generated tokens per second; both sides run to their longest rollout.
 """
 
-import argparse
 import csv
 import dataclasses
 import json
 import os
+import sys
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from experiments import commands
 from experiments.parts import Parts, make_parts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.state import RunState
@@ -57,7 +58,7 @@ def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"slots": [2], "lengths": [1], "rounds": 1})
     parser.add_argument("--workdir", required=True, nargs="+", help="workdirs of finished runs")
     parser.add_argument("--slots", type=int, nargs="+", default=[8])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

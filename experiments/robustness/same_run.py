@@ -8,7 +8,6 @@ configs/rlzero_tiny.py:smoke, with a reward that differs from answer to answer a
 and the draft. The draft length is fixed, since the controller reads the clock.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -24,6 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments import commands
 from specrl_jax.io.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def report(kind: str, mode: str, old: Run, new: Run, found: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"kinds": "ngram", "modes": "sync"})
     parser.add_argument("--against", required=True, type=pathlib.Path, help="checkout of the other version")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of draft, separated by commas")
     parser.add_argument("--modes", default=",".join(MODES), help="pipeline modes, separated by commas")
@@ -287,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -10,16 +10,17 @@ and `large.py`, except for the number of sequences: as many as find pages for th
 learner leaves. Takes some minutes on one core.
 """
 
-import argparse
 import dataclasses
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.claims import markdown, put_table
+from experiments import commands
+from experiments.claims import markdown, show_table
 from experiments.scale_projection import large, paper, public
 from experiments.scale_projection.ours import Row
 from experiments.verdicts import Interval
@@ -157,22 +158,24 @@ def timed(s: Scenario, count: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"draws": 2})
     parser.add_argument("--draws", type=int, default=60, help="draws behind every interval that Table 1 allows")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows, figures and page")
+    a = parser.parse_args()
     hosts = public.calibrate()
-    kept = paper.worlds(parser.parse_args().draws, {name: hosts.factors[name] for name in hosts.values}).kept
+    kept = paper.worlds(a.draws, {name: hosts.factors[name] for name in hosts.values}).kept
     scale, draft = grids(kept)
-    write_rows(str(HERE / "scale.csv"), scale)
-    write_rows(str(HERE / "draft.csv"), draft)
-    put_table(HERE / "README.md", lag_table(scale), "lag")
-    plot(str(HERE / "scale.png"), scale, ("devices", "lag"), SCALE_MARKS)
-    plot(str(HERE / "draft.png"), draft, ("kept", "k"), DRAFT_MARKS)
+    write_rows(str(a.output / "scale.csv"), scale)
+    write_rows(str(a.output / "draft.csv"), draft)
+    show_table(a.output, HERE, lag_table(scale), "lag")
+    plot(str(a.output / "scale.png"), scale, ("devices", "lag"), SCALE_MARKS)
+    plot(str(a.output / "draft.png"), draft, ("kept", "k"), DRAFT_MARKS)
     speed = [{"case": case.name} | timed(case.scenario(paper.calibrate()), 10_000) for case in CASES]
-    write_rows(str(HERE / "speed.csv"), speed)
+    write_rows(str(a.output / "speed.csv"), speed)
     for r in speed:
         print(f"{r['case']}: {r['configurations']} configurations in {r['seconds']} s")
     print(f"{len(scale)} rows of scale.csv, {len(draft)} of draft.csv")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

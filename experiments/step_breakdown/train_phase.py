@@ -7,13 +7,14 @@ the same rollouts of rlzero_tiny:small with and without the head in turn; the or
 round, in seconds.
 """
 
-import argparse
+import sys
 import time
 from typing import Any
 
 import jax
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.grpo_step.packing import make_training_batch
 from experiments.parts import Parts, make_parts
@@ -63,7 +64,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"rounds": 1})
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))
