@@ -18,7 +18,7 @@ two.
 
 from ml_collections import ConfigDict
 
-from configs import recipes
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:

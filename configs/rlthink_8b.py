@@ -21,7 +21,7 @@ each of 32 GPUs. This project has not run this config on such hardware.
 
 from ml_collections import ConfigDict
 
-from configs import recipes
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:

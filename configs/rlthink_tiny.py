@@ -12,17 +12,17 @@ policy that it goes on from, which is right in most of its answers (`careful` of
 
 from ml_collections import ConfigDict
 
-from configs import rlzero_tiny
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "rooms", "smoke"):
         raise ValueError(f"configs/rlthink_tiny.py: no variant '{arg}'; there are rooms, smoke")
     if arg == "rooms":
-        c = rlzero_tiny.get_config(arg)
+        c = recipes.load("rlzero_tiny").get_config(arg)
         c.policy.path, c.draft.path = "runs/careful_base_0", "runs/careful_head_0"
         return c
-    c = rlzero_tiny.get_config(arg or "small")
+    c = recipes.load("rlzero_tiny").get_config(arg or "small")
     c.data.task = "long_arithmetic"
     c.rollout.max_prompt_tokens = 14
     if not arg:

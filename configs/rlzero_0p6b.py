@@ -23,7 +23,7 @@ Time, by this project's simulator: 16 s a step without drafts (14 to 20), 200 st
 
 from ml_collections import ConfigDict
 
-from configs import recipes
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -26,7 +26,7 @@ Time, by this project's simulator: 124 s a step without drafts (107 to 164), 400
 
 from ml_collections import ConfigDict
 
-from configs import recipes
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:

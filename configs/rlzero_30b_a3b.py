@@ -24,7 +24,7 @@ Time, by this project's simulator: 72 s a step without drafts (63 to 93), 400 st
 
 from ml_collections import ConfigDict
 
-from configs import recipes
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:

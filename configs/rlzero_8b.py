@@ -48,7 +48,7 @@ only. This project has not run this config on such hardware; tests compile its p
 
 from ml_collections import ConfigDict
 
-from configs import recipes
+from specrl_jax.config import recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:

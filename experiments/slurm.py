@@ -18,12 +18,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import submitit
-from submitit.helpers import Checkpointable, DelayedSubmission
-
-from experiments import runs
+from experiments import commands, runs
 from specrl_jax.errors import InputError
 from specrl_jax.json_files import read_json
+
+with commands.needed("pip install -r requirements-experiments.txt"):
+    import submitit
+    from submitit.helpers import Checkpointable, DelayedSubmission
 
 # Seconds before the end at which a job gets the signal: enough for the longest phase of a step and a checkpoint.
 GRACE = 300
