@@ -72,7 +72,7 @@ $(VENV)/installed: $(REQUIREMENTS) requirements-common.txt $(LOCK)
 	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED)
 	touch $@
 
-$(VENV)/installed-test: $(VENV)/installed requirements-test.txt requirements-test.lock
+$(VENV)/installed-test: $(VENV)/installed requirements-test.txt requirements-experiments.txt requirements-test.lock
 	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED_TEST)
 	touch $@
 

@@ -10,15 +10,16 @@ Hardware: 2 CPU cores, 4 GiB. Time, accuracy and speedup of three seeds: docs/de
 same steps with a random seven-layer policy and a random head, in seconds.
 """
 
-from configs import rlzero_tiny
-from specrl_jax.config import base
+from ml_collections import ConfigDict
+
+from specrl_jax.config import base, recipes
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/demo.py: no variant '{arg}'; there is smoke")
     if arg == "smoke":
-        c = rlzero_tiny.get_config("smoke")
+        c = recipes.load("rlzero_tiny").get_config("smoke")
         c.data.task = "walk"
         c.rollout.max_prompt_tokens = 16
         return c

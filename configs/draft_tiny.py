@@ -15,10 +15,12 @@ minutes. Drafts of other kinds for the last two:
         --config.draft.preset=nano --workdir runs/zero_model_run
 """
 
+from ml_collections import ConfigDict
+
 from specrl_jax.config import base
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     variants = ("walk", "small", "zero", "think", "rooms", "careful", "smoke")
     if arg not in ("", *variants):
         raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")

@@ -10,10 +10,12 @@ Expected: an acceptance length above 3 tokens where three are drafted. The resul
 generation.json in the workdir.
 """
 
+from ml_collections import ConfigDict
+
 from specrl_jax.config import base
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/generate.py: no variant '{arg}'; there is smoke")
     c = base()

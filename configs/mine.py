@@ -16,10 +16,12 @@ data and reward are yours. `:smoke` runs the same steps with a random nano polic
 two.
 """
 
-from configs import recipes
+from ml_collections import ConfigDict
+
+from specrl_jax.config import recipes
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/mine.py: no variant '{arg}'; there is smoke")
     c = recipes.qwen3_rl()

@@ -16,10 +16,12 @@ goes on from the policy of `recite`, which learned to look up what its prompt sa
 guesses in most of its walks.
 """
 
+from ml_collections import ConfigDict
+
 from specrl_jax.config import base
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     variants = ("walk", "small", "zero", "think", "recite", "careful", "rooms", "smoke")
     if arg not in ("", *variants):
         raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")

@@ -19,10 +19,12 @@ each of 32 GPUs. This project has not run this config on such hardware.
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import recipes
+from ml_collections import ConfigDict
+
+from specrl_jax.config import recipes
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlthink_8b.py: no variant '{arg}'; there is smoke")
     c = recipes.dapo_math()

@@ -10,17 +10,19 @@ the same steps with a random seven-layer policy and a random head, in seconds. `
 policy that it goes on from, which is right in most of its answers (`careful` of pretrain_tiny.py and draft_tiny.py).
 """
 
-from configs import rlzero_tiny
+from ml_collections import ConfigDict
+
+from specrl_jax.config import recipes
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "rooms", "smoke"):
         raise ValueError(f"configs/rlthink_tiny.py: no variant '{arg}'; there are rooms, smoke")
     if arg == "rooms":
-        c = rlzero_tiny.get_config(arg)
+        c = recipes.load("rlzero_tiny").get_config(arg)
         c.policy.path, c.draft.path = "runs/careful_base_0", "runs/careful_head_0"
         return c
-    c = rlzero_tiny.get_config(arg or "small")
+    c = recipes.load("rlzero_tiny").get_config(arg or "small")
     c.data.task = "long_arithmetic"
     c.rollout.max_prompt_tokens = 14
     if not arg:

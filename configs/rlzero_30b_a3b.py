@@ -22,10 +22,12 @@ Time, by this project's simulator: 72 s a step without drafts (63 to 93), 400 st
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import recipes
+from ml_collections import ConfigDict
+
+from specrl_jax.config import recipes
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlzero_30b_a3b.py: no variant '{arg}'; there is smoke")
     c = recipes.dapo_math()

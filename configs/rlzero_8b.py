@@ -46,10 +46,12 @@ only. This project has not run this config on such hardware; tests compile its p
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import recipes
+from ml_collections import ConfigDict
+
+from specrl_jax.config import recipes
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlzero_8b.py: no variant '{arg}'; there is smoke")
     c = recipes.dapo_math()

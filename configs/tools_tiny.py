@@ -10,10 +10,12 @@ Expected: accuracy +0.37 or more with the calculator, +0.32 or more in the game 
 `:smoke` and `:game_smoke` run the same steps with random policies, in seconds.
 """
 
+from ml_collections import ConfigDict
+
 from specrl_jax.config import base
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     variants = ("base", "alone", "game_base", "game", "smoke", "game_smoke")
     if arg not in ("", *variants):
         raise ValueError(f"configs/tools_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")

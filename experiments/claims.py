@@ -75,7 +75,7 @@ def collect(workdirs: Sequence[str], folder: str, sweep: Sequence[Row], keys: Se
         for run in sweep:
             place = os.path.join(workdir, make_name(run))
             finished = os.path.exists(os.path.join(place, "finished.json"))
-            known = {"workload": workload} | run
+            known: Row = {"workload": workload} | run
             if not finished:
                 rows.append(known | {"state": "failed" if os.path.exists(place) else "not run"})
                 continue
@@ -95,7 +95,7 @@ def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 def finished_rows(path: pathlib.Path) -> list[Row]:
     """Read the rows of finished runs from results.csv, with booleans restored."""
-    truth = {"True": True, "False": False}
+    truth: dict[object, object] = {"True": True, "False": False}
     rows = [{name: truth.get(value, value) for name, value in row.items()} for row in read_rows(str(path))]
     return [row for row in rows if row.get("state", "finished") == "finished"]
 
@@ -137,6 +137,13 @@ def put_table(page: pathlib.Path, text: str, name: str = "results") -> None:
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
 
 
+def show_table(folder: pathlib.Path, home: pathlib.Path, text: str, name: str = "results") -> None:
+    """Print a table; write it into the page of `home` where the rows were written there, too."""
+    print(text)
+    if folder == home:
+        put_table(home / "README.md", text, name)
+
+
 def error(found: Sequence[Interval]) -> np.ndarray:
     """Return [2, points]: distances of the ends of intervals from their means, as errorbar takes them."""
     return np.nan_to_num([[f.mean - f.low for f in found], [f.high - f.mean for f in found]])
@@ -145,14 +152,14 @@ def error(found: Sequence[Interval]) -> np.ndarray:
 def bars(axis: plt.Axes, place: int, found: Sequence[Interval], label: str) -> None:
     """Draw the bars of one of three series (`place` 0, 1, 2) with intervals and numbers; group i stands at x = i."""
     places = np.arange(len(found)) + 0.27 * (place - 1)
-    style = {"color": GREYS[1 + place], "hatch": HATCHES[place], "edgecolor": "k", "capsize": 3}
+    style: dict[str, Any] = {"color": GREYS[1 + place], "hatch": HATCHES[place], "edgecolor": "k", "capsize": 3}
     axis.bar(places, [f.mean for f in found], 0.27, yerr=error(found), label=label, **style)
     numbers(axis, places, found)
 
 
 def line(axis: plt.Axes, x: Sequence[float] | np.ndarray, found: Sequence[Interval], i: int, label: str) -> None:
     """Draw series i with its intervals; a single seed has none."""
-    style = {"fmt": STYLES[i], "color": COLOURS[i], "capsize": 3, "ms": 5}
+    style: dict[str, Any] = {"fmt": STYLES[i], "color": COLOURS[i], "capsize": 3, "ms": 5}
     axis.errorbar(x, [f.mean for f in found], error(found), label=label, **style)
 
 

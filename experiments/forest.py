@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -18,14 +19,15 @@ TICKS = (0.4, 0.5, 0.6, 0.7, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7)
 
 def draw(found: Sequence[tuple[str, Claim]], path: pathlib.Path) -> None:
     """Draw the ratios of (folder, claim) that the paper has too, with their numbers at the right; write a PNG."""
-    lines = [(folder, claim) for folder, claim in found if claim.ratio is not None]
+    lines = [(folder, claim, ratio) for folder, claim in found if (ratio := claim.ratio) is not None]
     figure, axis = plt.subplots(figsize=(15, 0.32 * len(lines) + 1.6), layout="constrained")
-    for at, (_, claim) in enumerate(lines):
+    for at, (_, claim, ratio) in enumerate(lines):
         marker, colour = (SIMULATED, COLOURS[1]) if claim.simulated else (MEASURED, COLOURS[0])
-        style = {"fmt": marker, "color": colour, "capsize": 3, "ms": 6}
-        axis.errorbar([claim.ratio.mean], [at], xerr=error([claim.ratio]), **style)
+        style: dict[str, Any] = {"fmt": marker, "color": colour, "capsize": 3, "ms": 6}
+        axis.errorbar([ratio.mean], [at], xerr=error([ratio]), **style)
+        assert claim.paper_ratio is not None  # as with every ratio
         axis.plot([claim.paper_ratio], [at], PAPER, color="k", mfc="none", ms=7, zorder=3)
-        shown = f"{claim.paper_ratio:.2f}   {claim.ratio}   {claim.direction}; {claim.size}"
+        shown = f"{claim.paper_ratio:.2f}   {ratio}   {claim.direction}; {claim.size}"
         axis.annotate(shown, (1.01, at), xycoords=("axes fraction", "data"), va="center", fontsize=9)
     for at in range(1, len(lines)):
         if lines[at][0] != lines[at - 1][0]:
@@ -40,7 +42,7 @@ def draw(found: Sequence[tuple[str, Claim]], path: pathlib.Path) -> None:
     low, high = axis.get_xlim()
     axis.set_xticks(ticks := [t for t in TICKS if low < t < high], [f"{t:g}" for t in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_yticks(range(len(lines)), [claim.text for _, claim in lines], fontsize=9)
+    axis.set_yticks(range(len(lines)), [claim.text for _, claim, _ in lines], fontsize=9)
     axis.grid(alpha=0.3, axis="x")
     axis.legend(fontsize=9, loc="lower right", ncols=3, bbox_to_anchor=(0.98, 1.0))
     figure.savefig(path, dpi=100)

@@ -70,7 +70,8 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     """Run the sweep and return the exit status. `program` is the command that gets the flags of a run."""
     try:
         arguments, extra = parse(argv)
-        runs = plan(arguments.config, load_sweep(arguments.sweep), arguments.workdir, extra)
+        sweep = load_sweep(arguments.sweep)[: 1 if arguments.small else None]
+        runs = plan(arguments.config, sweep, arguments.workdir, extra)
         if arguments.executor == "slurm" and not arguments.dry_run:
             return submit(arguments, runs, program)
         for run in runs:
@@ -84,7 +85,7 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
                 run_all(program, runs, arguments.jobs, signals, report)
             for run in runs:
                 if run.state == "failed":
-                    status = run.process.returncode
+                    status = run.child.returncode
                     print(f"failed: {run.name}: exit status {status}: {last_line(run)}", file=sys.stderr)
             write_results(arguments.workdir / "results.csv", runs)
     except InputError as error:
@@ -117,10 +118,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--jobs", type=int, help="runs at the same time on this machine; default: 1")
     parser.add_argument("--executor", choices=("local", "slurm"), default="local")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
+    parser.add_argument("--small", action="store_true", help="the first run alone, of the config's variant smoke")
     for flag, kind, text in SLURM_FLAGS:
         parser.add_argument(f"--{flag}", type=kind, help=f"Slurm only: {text}")
     a = parser.parse_args(argv[:split])
     check_executor(a)
+    if a.small:
+        a.config = f"{a.config.partition(':')[0]}:smoke"
     a.sweep = REPOSITORY / a.sweep
     a.workdir = REPOSITORY / (a.workdir or default_workdir(a.config, a.sweep))
     for flag, path in (("--config", a.config.partition(":")[0]), ("--sweep", a.sweep)):

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple, Self
 import jinja2
 import numpy as np
 import pydantic
-from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from experiments import forest
+from experiments import commands, forest
 from experiments.claims import finished_rows, markdown, put_table
 from experiments.verdicts import OPPOSITE, RULE, SHOWN, SIZES, UNDECIDED, Claim, mark_shared
 from specrl_jax.core import PHASES
@@ -38,6 +37,9 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.plots import panel_svg, panels_of
 from specrl_jax.io.workdir import versions
 from specrl_jax.json_files import MEBIBYTE, Checked, check, parse_json, read_lines
+
+with commands.needed("pip install -r requirements-experiments.txt"):
+    from markdown_it import MarkdownIt
 
 HERE = pathlib.Path(__file__).parent
 ROOT, FOREST = HERE.parent, HERE / "claims.png"

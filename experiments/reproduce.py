@@ -10,12 +10,12 @@ leave; a second signal kills them.
 runs/reproduce.csv logs every command with its seconds, over all calls. Hours: docs/results.md.
 """
 
-import argparse
 import itertools
 import shlex
 import sys
 from collections.abc import Sequence
 
+from experiments import commands
 from experiments.chains import Chain, Command, Runner
 from experiments.rooms import bases
 from experiments.runs import REPOSITORY, Signals
@@ -111,23 +111,23 @@ MORE = {
 }
 
 
-def quick(smoke: bool = False) -> Chain:
+def quick(small: bool = False) -> Chain:
     """Return the commands of --quick: acceptance, traces and clocks of one base, and RL with its head, in QUICK.
 
-    With `smoke` one prompt each, acceptance on one workload, and one step.
+    With `small` one prompt each, acceptance on one workload, and one step.
     """
     wanted = [path for path in rooms_made(0) if "recite" not in path]
     missing = [path for path in wanted if not (REPOSITORY / path / "config.json").exists()]
     # What is inside a folder: a copy that was cut short goes on.
     copies = [["cp", "-R", f"{CARRIED / path.removeprefix('runs/')}/.", path] for path in missing]
-    folder, prompts = ["--folder", str(QUICK)], ["--prompts", "1"] if smoke else []
-    workloads = ["--workloads", "rooms"] if smoke else []
+    folder, prompts = ["--folder", str(QUICK)], ["--prompts", "1"] if small else []
+    workloads = ["--workloads", "rooms"] if small else []
     measured = [
         ["experiments.rooms.acceptance", "--seeds", "0", *prompts, *workloads, *folder],
         ["experiments.traces.record", "--seeds", "0", *prompts, "--output", str(QUICK / "traces.csv")],
         ["experiments.traces.clocks", *folder],
     ]
-    learns = [f"steps={1 if smoke else QUICK_STEPS}", "eval.every=0", *["grpo.prompts_per_step=2"] * smoke]
+    learns = [f"steps={1 if small else QUICK_STEPS}", "eval.every=0", *["grpo.prompts_per_step=2"] * small]
     return [
         ["mkdir", "-p", str(QUICK), *missing],
         *copies,
@@ -253,21 +253,18 @@ def table(folder: str, configs: Sequence[str]) -> Command:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"quick": True})
     default = [folder for folder in FOLDERS if folder not in ASIDE]
     parser.add_argument("--only", nargs="+", choices=FOLDERS, default=default, help=f"all but {', '.join(ASIDE)}")
     parser.add_argument("--quick", action="store_true", help="the carried base alone")
-    parser.add_argument("--smoke", action="store_true", help="with --quick: one prompt of everything, as a test")
     parser.add_argument("--jobs", type=int, default=2, help="commands at the same time; default: 2")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
     if a.jobs < 1:
         parser.error(f"--jobs {a.jobs}: at least 1")
-    if a.smoke and not a.quick:
-        parser.error("--smoke is of --quick")
     with Signals() as signals:
         runner = Runner(signals, LOG)
-        for chains in [[quick(a.smoke)]] if a.quick else stages(a.only):
+        for chains in [[quick(a.small)]] if a.quick else stages(a.only):
             if a.dry_run:
                 print("\n".join(shlex.join(command) for chain in chains for command in chain))
             else:

@@ -31,11 +31,17 @@ class Run:
     flags: list[str]  # of main.py, without the workdir: equal flags give equal results
     state: str = "waiting"  # waiting; running or queued; finished, failed or stopped
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # last metrics, for the table
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen | None = None  # None: not started
     began: float = 0.0  # seconds, monotonic clock
     seconds: float = 0.0  # of the latest start alone
     job: str = ""  # id in a cluster's queue
     log_begin: int = 0  # bytes of output.log written by earlier starts
+
+    @property
+    def child(self) -> subprocess.Popen:
+        """Return the process of a run that was started."""
+        assert self.process is not None, f"{self.name} was started"
+        return self.process
 
 
 class Signals:
@@ -73,13 +79,13 @@ def run_all(
             if signals.count > passed_on:
                 waiting.clear()
                 for run in running:
-                    run.process.send_signal(signal.SIGKILL if passed_on else signal.SIGTERM)
+                    run.child.send_signal(signal.SIGKILL if passed_on else signal.SIGTERM)
                 passed_on += 1  # one each time: two at once are two
             while waiting and len(running) < jobs:
                 running.append(waiting.pop(0))
                 start(program, running[-1])
                 report(running[-1])
-            for run in [run for run in running if run.process.poll() is not None]:
+            for run in [run for run in running if run.child.poll() is not None]:
                 running.remove(run)
                 end(run, stopping=passed_on > 0)
                 report(run)
@@ -123,7 +129,7 @@ def start(program: Sequence[str], run: Run, log_name: str = "output.log") -> Non
 def end(run: Run, stopping: bool) -> None:
     run.seconds = round(time.monotonic() - run.began, 1)
     run.values = peek(run.folder)
-    status = run.process.returncode
+    status = run.child.returncode
     if status == 0:
         run.state = "finished"
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -18,12 +18,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import submitit
-from submitit.helpers import Checkpointable, DelayedSubmission
-
-from experiments import runs
+from experiments import commands, runs
 from specrl_jax.errors import InputError
 from specrl_jax.json_files import read_json
+
+with commands.needed("pip install -r requirements-experiments.txt"):
+    import submitit
+    from submitit.helpers import Checkpointable, DelayedSubmission
 
 # Seconds before the end at which a job gets the signal: enough for the longest phase of a step and a checkpoint.
 GRACE = 300
@@ -53,19 +54,19 @@ class Job(Checkpointable):
         try:
             for number, handler in before.items():
                 signal.signal(number, lambda *args, handler=handler: self._pass_on(handler, *args))
-            while run.process.poll() is None:
+            while run.child.poll() is None:
                 time.sleep(runs.POLL)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if rank:
-            return "finished" if run.process.returncode == 0 else "failed"
-        runs.end(run, stopping=run.process.returncode in SAVED)
+            return "finished" if run.child.returncode == 0 else "failed"
+        runs.end(run, stopping=run.child.returncode in SAVED)
         if run.state != "finished":
-            raise RuntimeError(f"{run.state}: exit status {run.process.returncode}: {runs.last_line(run)}")
+            raise RuntimeError(f"{run.state}: exit status {run.child.returncode}: {runs.last_line(run)}")
         return run.state
 
-    def checkpoint(self) -> DelayedSubmission | None:
+    def checkpoint(self, *_: Any, **__: Any) -> DelayedSubmission | None:  # type: ignore[override]  # None: submitit asks
         """Wait until main.py has saved; return the job to queue again, or None if it failed."""
         return DelayedSubmission(dataclasses.replace(self)) if self._wait() in (*SAVED, 0) else None
 
@@ -81,6 +82,7 @@ class Job(Checkpointable):
             ended = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # reaped already
             return self.child.returncode
+        assert ended is not None  # without WNOHANG
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 

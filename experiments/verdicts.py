@@ -138,8 +138,8 @@ def judge_ratio(
         return claim._replace(here="")
     if paper is None:
         return claim._replace(direction=ABSENT)
-    verdicts = {"direction": direction(paper, ours), "size": size(paper, ours)}
-    return claim._replace(**verdicts, paper_ratio=paper, ratio=ours)
+    verdict = claim._replace(direction=direction(paper, ours), size=size(paper, ours))
+    return verdict._replace(paper_ratio=paper, ratio=ours)
 
 
 def judge_share(text: str, paper: float, place: str, values: Sequence[float] | np.ndarray) -> Claim:

@@ -6,7 +6,7 @@ reward process import no jax.
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Config": "specrl_jax.config",

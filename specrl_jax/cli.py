@@ -1,9 +1,10 @@
 """The command: parse the flags, check the config, run its task. `python main.py` and `specrl` are the same.
 
-    specrl --config configs/NAME.py[:variant] [--workdir DIR] [--config.key=value ...] [--distributed]
+    specrl --config NAME|FILE.py[:variant] [--workdir DIR] [--config.key=value ...] [--distributed]
 
-The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resumes its run. `--distributed` joins the
-other processes of a TPU pod, Kubernetes or MPI job; those of a Slurm job join by themselves.
+NAME is a shipped config, as rlzero_tiny or mine; in a clone they are the files in configs/. The workdir defaults to
+runs/NAME (runs/NAME_variant), so the same command resumes its run. `--distributed` joins the other processes of a TPU
+pod, Kubernetes or MPI job; those of a Slurm job join by themselves.
 """
 
 import dataclasses
@@ -16,14 +17,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from specrl_jax.accelerator_flags import find_accelerator, flags_for
-from specrl_jax.config import Config, from_config_dict
+from specrl_jax.config import Config, from_config_dict, recipes
 from specrl_jax.config.page import help_text, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
 
 # Tasks that check the config together with what it names.
 TOGETHER = ("train", "evaluate", "benchmark", "draft_pretrain")
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "NAME or FILE.py, and [:variant]")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "join the other processes of a job that is not Slurm's")
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
 
@@ -31,7 +32,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_v
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     argv = sys.argv if argv is None else argv
-    # The files in configs/ import each other; an installed command does not have the current folder on its path.
+    # A config may import what lies in the current folder, which an installed command does not have on its path.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if {"--help", "-h", "-help", "--helpfull", "-helpfull"} & set(argv[1:]):
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str]) -> tuple[Config, str]:
     """Return the final config and the workdir. Raise InputError for a mistake on the command line."""
     try:
-        rest = flags.FLAGS(argv)
+        rest = flags.FLAGS(recipes.with_found(argv))
         if len(rest) > 1:
             raise InputError(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value")
         if _CONFIG.value is None:

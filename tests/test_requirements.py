@@ -1,5 +1,6 @@
 """The lock files: every requirement is in its lock, at a version that its bound allows, with a hash."""
 
+import importlib.metadata
 import re
 
 import pytest
@@ -7,6 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.helpers.runs import ROOT
+from tests.test_imports import imported_modules, library_files
 
 LOCKS = {
     "requirements-cpu.txt": "requirements.lock",
@@ -46,3 +48,19 @@ def test_every_pin_has_a_hash_and_the_locks_agree(lock):
     for package, (version, hashes) in pins(lock).items():
         assert hashes, package
         assert common.get(package, (version,))[0] == version, package
+
+
+def modules_of(requirement):
+    """Return the names under which the files of an installed requirement are imported."""
+    name = canonicalize_name(requirement.name)
+    found = importlib.metadata.packages_distributions().items()
+    return {module for module, distributions in found if name in map(canonicalize_name, distributions)}
+
+
+def test_the_library_imports_what_it_needs_and_nothing_else():
+    """A requirement that only experiments or tests use is an extra, or one of the tests'."""
+    imported = {name.partition(".")[0] for path in library_files() for name in imported_modules(path)}
+    for requirement in required("requirements-common.txt"):
+        assert modules_of(requirement) & imported, requirement
+    for requirement in required("requirements-experiments.txt"):
+        assert not modules_of(requirement) & imported, requirement

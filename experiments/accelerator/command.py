@@ -14,7 +14,7 @@ import jax
 
 from experiments.accelerator import cells, engines, gaps, kernels, learner, page, rollouts
 from experiments.accelerator.cells import Cell, Key
-from experiments.accelerator.parts import PARTS, Budget, Part, Results, run_parts
+from experiments.accelerator.parts import PARTS, Budget, Part, Results, Row, run_parts
 from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
 from experiments.kernels import run as ceilings
 from specrl_jax.decoding.compiled import Program
@@ -119,11 +119,13 @@ class Measurement:
 
             def finish() -> None:
                 compile_it()
-                self._figures[key] = cells.figures(compiled.get(program, weights), built.engine.config.shard_pages)
+                decode: Any = compiled.get(program, weights)
+                self._figures[key] = cells.figures(decode, built.engine.config.shard_pages)
                 self._built[key] = built
 
             return finish
 
+        tasks: dict[str, Callable[[], Callable[[], object]]]
         tasks = {str(key): functools.partial(task, key) for key in cells.keys_of(own)}
         keep = functools.partial(self.results.keep, "decode", compile_seconds=seconds)
         return cells.compile_together(tasks, seconds, keep, self._decode_left)
@@ -173,9 +175,8 @@ class Measurement:
                     self.results.left_out.append(f"profile of {cell}: its program was not compiled")
                     continue
                 found = self._profile(cell, key)
-                rows.append(
-                    {"layers": key.layers, "rows": B, "k": k, "kernels_of_text": self._figures[key].kernels} | found
-                )
+                row: Row = {"layers": key.layers, "rows": B, "k": k, "kernels_of_text": self._figures[key].kernels}
+                rows.append(row | found)
                 self.results.keep("profile", iterations=rows)
 
     def _profile(self, cell: Cell, key: Key) -> dict[str, float | None]:
@@ -229,7 +230,7 @@ class Measurement:
         """Draw weights and compile; of an earlier part nothing is kept."""
         self._forget()
         sides = rollouts.make_sides(self.sizes, tail, lengths, self.on)
-        weights, seconds = rollouts.draw_weights(sides), {}
+        weights, seconds = rollouts.draw_weights(sides), dict[str, float]()
         keep = functools.partial(self.results.keep, part, compile_seconds=seconds)
         errors = rollouts.compile_sides(sides, weights, seconds, keep, lambda: self.budget.left)
         if errors:

@@ -53,11 +53,16 @@ def _by_part(found: Sequence[Found], tokens: int) -> dict[str, float]:
     Args:
       tokens: that the pages hold.
     """
-    parts = {}
+    known = [
+        (f.kernels, f.fixed, f.most)
+        for f in found
+        if f.kernels is not None and f.fixed is not None and f.most is not None
+    ]
+    parts = dict[str, float]()
     for name, values in {
-        "kernels": [f.kernels for f in found],
-        "bytes": [f.fixed for f in found],
-        "token_bytes": [(f.most - f.fixed) / tokens for f in found],
+        "kernels": [kernels for kernels, _, _ in known],
+        "bytes": [fixed for _, fixed, _ in known],
+        "token_bytes": [(most - fixed) / tokens for _, fixed, most in known],
     }.items():
         each = (values[1] - values[0]) / (DEPTHS[1] - DEPTHS[0])
         parts |= {f"layer_{name}": each, f"around_{name}": values[0] - DEPTHS[0] * each}
@@ -83,7 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
     output = parser.parse_args(arguments).output
     if status := open_compilers([TARGET]):
         return status
-    made = {"command": COMMAND, "date": time.strftime("%Y-%m-%d"), "target": TARGET, "model": MODEL.name}
+    made: dict[str, Any] = {
+        "command": COMMAND,
+        "date": time.strftime("%Y-%m-%d"),
+        "target": TARGET,
+        "model": MODEL.name,
+    }
     made |= {"depths": DEPTHS, "versions": {name: installed(name) for name in PACKAGES}}
     programs = [figures(k) for k in (0, FULL.k)]
     with open(output, "w", encoding="utf-8") as file:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -238,8 +238,9 @@ def once(found: Traffic) -> tuple[int, int]:
 
 def extended(found: list[Found], depths: tuple[int, ...], layers: int) -> Found:
     """Return figures of all layers."""
-    pairs = zip(*found, strict=True)
-    return Found(*(None if None in pair else extrapolate(depths, pair, layers) for pair in pairs))
+    pairs = dict(zip(Found._fields, zip(*found, strict=True), strict=True))
+    whole: Any = {name: None if None in pair else extrapolate(depths, pair, layers) for name, pair in pairs.items()}
+    return Found(**whole)
 
 
 def columns(found: Found, live: int | None, pages: int, memory: int) -> Row:

@@ -1,7 +1,7 @@
 """Engines with random weights on one device, which need not be here to compile their programs."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Specs, abstract_params
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, PrepareStep, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
@@ -29,7 +29,7 @@ class Built(NamedTuple):
     """An engine and its weights."""
 
     engine: Engine
-    prepare: PrepareStep
+    prepare: Any  # a jitted PrepareStep
     specs: tuple[Specs, Specs | None]  # training layout of policy and draft
     learner: Partitioner
     draft: Eagle3Draft | None
@@ -52,7 +52,7 @@ class Built(NamedTuple):
     def vocab(self) -> int:
         return self.draft.vocab if self.draft else 0
 
-    def ids(self, vocab_map):
+    def ids(self, vocab_map: Any) -> Any:
         return vocab_map if self.draft else None
 
 

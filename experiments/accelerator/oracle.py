@@ -12,6 +12,7 @@ policy whose next token is uncertain. Drawing from q costs more than the head's 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def successor(weights: Weights, vocab: int) -> Weights:
         for layer in policy["layers"]
     ]
     norm = jnp.ones_like(policy["final_norm"])
-    made = {"layers": layers, "final_norm": norm, "to_logits": table.astype(policy["to_logits"].dtype)}
+    made: Any = {"layers": layers, "final_norm": norm, "to_logits": table.astype(policy["to_logits"].dtype)}
     return weights._replace(policy={**policy, **made})
 
 

@@ -22,7 +22,7 @@ ITERATION: Columns = {
     "of copy bandwidth, %": ("share_of_copy", 100),
     "kernels": "kernels",
 }
-SPEEDUP: Columns = CELL | {f"speedup at r = {rate}": f"r={rate}" for rate in RATES}
+SPEEDUP: Columns = {**CELL, **{f"speedup at r = {rate}": f"r={rate}" for rate in RATES}}
 PROFILE: Columns = {
     "layers": "layers",
     "B": "rows",

@@ -5,6 +5,7 @@ python -m experiments.accuracy_parity.plot --collect runs/sweeps/rlzero_tiny_acc
 """
 
 import pathlib
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -126,7 +127,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
 
 def _draw_gaps(axis: plt.Axes, rows: list[Row]) -> None:
     """Draw differences to plain runs: training reward, each evaluation, and the score."""
-    plain, names = RUNS["plain"], []
+    plain, names = RUNS["plain"], list[str]()
     reference = float(trained(rows, plain).mean())
     for i, name in enumerate(UNEQUAL):
         steps, mine = curve(rows, RUNS[name])
@@ -135,7 +136,7 @@ def _draw_gaps(axis: plt.Axes, rows: list[Row]) -> None:
         found["training reward"] = welch(*(trained(rows, run, (REWARD,)) for run in (RUNS[name], plain)))
         found["score"] = gap(rows, RUNS[name], plain)[0]
         places = len(names) + np.arange(len(found))
-        style = {"fmt": STYLES[i + 1][0], "color": "k", "capsize": 3, "ms": 5}
+        style: dict[str, Any] = {"fmt": STYLES[i + 1][0], "color": "k", "capsize": 3, "ms": 5}
         axis.errorbar([x.mean for x in found.values()], places, xerr=error(list(found.values())), **style)
         names += [f"{name}: {what}" for what in found]
         for at, x in zip(places, found.values()):

@@ -10,8 +10,9 @@ sampled drafts at temperature 1. `generic` heads learn from the base's answers t
 The rooms have a base and features for each seed, of experiments/reproduce.py. Rows go to --output.
 """
 
-import argparse
+import dataclasses
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 
 from configs import draft_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.rooms.bases import folder
@@ -82,13 +84,14 @@ def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
         batches(parts.learner, parts.rollout.tokenizer.pad_id, store),
         state.draft,
     )
+    steps = parts.learner.plan.config.steps
     start = time.perf_counter()
-    for i in range(parts.learner.plan.config.steps):
-        draft, _ = cases[i * len(cases) // parts.learner.plan.config.steps].learner.draft_step(
-            draft, tables, *next(data)
-        )
+    for i in range(steps):
+        draft_step = cases[i * len(cases) // steps].learner.draft_step
+        assert draft_step is not None and draft is not None  # a draft with weights
+        draft, _ = draft_step(draft, tables, *next(data))
     jax.block_until_ready(draft)
-    return state.replace(draft=draft), time.perf_counter() - start
+    return dataclasses.replace(state, draft=draft), time.perf_counter() - start
 
 
 def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator[bench.Row]:
@@ -115,7 +118,9 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(
+        __doc__, small={"updates": 2, "rollouts": 16, "problems": 4, "seeds": [0], "features": "runs/small/features"}
+    )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
     parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
     parser.add_argument("--updates", type=int, default=0, help="default: 2,400; of the rooms 300")
@@ -140,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -5,6 +5,7 @@ of experiments/engine/controller.py.
 """
 
 import pathlib
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -170,7 +171,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         axes[1].axhline(1, color="k", lw=0.8)
         axes[0].set_ylabel("tokens per verification")
         axes[1].set_ylabel("generation over plain decoding")
-        axes[1].set_xticks([*LENGTHS, CONTROLLER], [*LENGTHS, "controller"])
+        axes[1].set_xticks([*LENGTHS, CONTROLLER], [*map(str, LENGTHS), "controller"])
     _draw_sequences(figure.add_subplot(grid[:, 2]), read_rows(str(BY_SEQUENCES)))
     for axis in figure.axes:
         axis.margins(y=0.12)
@@ -185,7 +186,7 @@ def _draw_sequences(axis: plt.Axes, measured: list[Row]) -> None:
         at = np.array(slots) * (1 + 0.15 * i)
         line(axis, at, found, i, f"k = {k} over k = {BASE}")
         for x, f in zip(at, found):
-            style = {"textcoords": "offset points", "fontsize": 7, "ha": "right" if i == 0 else "left"}
+            style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "right" if i == 0 else "left"}
             axis.annotate(f"{f.mean:.2f}", (x, f.mean), (6 * i - 3, 3), **style)
     axis.axhline(1, color="k", lw=0.8)
     axis.set(xscale="log", xlabel="sequences at once", ylabel=f"generation over that at k = {BASE}")

@@ -7,14 +7,15 @@ those of the answers that heads learned from. Heads are those that `reproduce --
 trained it says so. Adds the rows of --drafters and --seeds to acceptance.csv in place of earlier ones.
 """
 
-import argparse
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
+from experiments import commands
 from experiments.claims import write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
@@ -67,7 +68,7 @@ def measure(workload: str, seed: int, drafter: str, argmax: bool, prompts: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"workloads": ["rooms"], "seeds": [0], "drafters": ["ngram"], "prompts": 1})
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
@@ -90,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -10,14 +10,15 @@ sequences together) answer the same prompts, in random order; the controllers le
 Writes budget.csv; its table goes into README.md of this folder.
 """
 
-import argparse
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from configs import demo
+from experiments import commands
 from experiments.claims import markdown, put_table
 from experiments.engine import bench
 from experiments.parts import prepared
@@ -47,7 +48,7 @@ def workload_of(rollout: Any, share: float, prompts: int) -> Workload:
 
 def measure(share: float, budgets: list[int], prompts: int, learning: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of one mixture."""
-    lengths, sides = draft_lengths(LONGEST, adaptive=True), {}
+    lengths, sides = draft_lengths(LONGEST, adaptive=True), dict[Any, tuple[Any, ...]]()
     for budget in (0, *budgets):
         config = demo.get_config()
         config.rollout.num_slots, config.draft.length, config.draft.budget = SLOTS, LONGEST, budget
@@ -91,7 +92,7 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"walk": [1.0], "budgets": [16], "prompts": 4, "learning": 1, "rounds": 1})
     parser.add_argument("--walk", type=float, nargs="+", default=[0.5, 1.0], help="shares of prompts that are learnt")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32], help="drafts of all sequences")
     parser.add_argument("--prompts", type=int, default=48)
@@ -110,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -6,9 +6,10 @@ Random weights of the 107 M policy of experiments/engine/costs.py, float32, all 
 one process; writes costs.csv.
 """
 
-import argparse
 import pathlib
+import sys
 
+from experiments import commands
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
@@ -30,7 +31,7 @@ def options_of(kind: str) -> DraftOptions:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"rounds": 1, "batches": [1], "model": "small"})
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
     parser.add_argument("--model", choices=MODELS, default="medium")
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -6,14 +6,15 @@ The policies of the rooms; in every round each drafter and k answers the same pr
 of that round. Writes speed.csv.
 """
 
-import argparse
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from experiments import commands
 from experiments.drafters.acceptance import HEADS, path_of
 from experiments.engine import bench
 from experiments.parts import prepared
@@ -30,7 +31,7 @@ def rounds_of(
     workload: str, seed: int, slots: int, drafters: list[str], prompts: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one base at one number of slots."""
-    cases = {}
+    cases = dict[Any, tuple[Any, ...]]()
     for drafter in drafters:
         config = config_of(workload, seed)
         path, kind = path_of(workload, seed, drafter), HEADS[drafter].kind
@@ -53,7 +54,10 @@ def rounds_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(
+        __doc__,
+        small={"workloads": ["rooms"], "seeds": [0], "slots": [1], "drafters": ["eagle3"], "prompts": 1, "rounds": 1},
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--slots", type=int, nargs="+", default=(1, 8))
@@ -70,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -10,15 +10,16 @@ nothing; one CPU cannot both learn and generate undisturbed. All else is the eng
 measured by themselves, from the same rollouts; moving weights is left out. Writes formula.csv and its table.
 """
 
-import argparse
 import itertools
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from experiments import commands
 from experiments.claims import markdown, put_table
 from experiments.early_rollouts.kept import responses
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
@@ -44,7 +45,7 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
     weights, lengths = [versions.weights(step) for step in (older, older + 1)], FixedLength(k)
 
     def generate(version: int, earlier: dict[int, np.ndarray]) -> tuple[Rollouts, float]:
-        asked = Continuation(earlier=earlier)
+        asked: Continuation[Any] = Continuation(earlier=earlier)
         start = time.perf_counter()
         found = engine.generate(weights[version], work.prompts, work.samples, seed, lengths=lengths, continuation=asked)
         return found, time.perf_counter() - start
@@ -91,7 +92,7 @@ def by_seed(rows: list[bench.Row], ratios: np.ndarray) -> Interval:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"rates": [1e-4], "seeds": [0], "drafts": ["none"], "pairs": 1})
     parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES)
     parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
     parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

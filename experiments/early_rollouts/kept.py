@@ -10,14 +10,15 @@ two distributions under shared Gumbel noise, and its bound by their total variat
 table.
 """
 
-import argparse
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from experiments import commands
 from experiments.claims import markdown, put_table, write_rows
 from experiments.early_rollouts.bound import disagreement
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
@@ -92,7 +93,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"rates": [1e-4], "seeds": [0], "dtypes": ["float32"]})
     parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES)
     parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

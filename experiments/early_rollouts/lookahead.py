@@ -8,14 +8,15 @@ own weights; `lookahead` verifies what the step before has begun of a step, and 
 same tokens but for rounding. Writes lookahead.csv and its table.
 """
 
-import argparse
 import pathlib
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from experiments import commands
 from experiments.claims import markdown, put_table
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
@@ -83,7 +84,7 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"drafts": ["none"], "rounds": 1})
     parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
     parser.add_argument("--rate", type=float, choices=RATES, default=RATES[0])
     parser.add_argument("--seed", type=int, default=0, help="of the run")
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.data.tasks import TaskSource
+from specrl_jax.data.tokenizers import Ends
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine
@@ -28,8 +30,9 @@ TINY_POLICY, TINY_HEAD = "experiments/tiny_base/checkpoint", "experiments/tiny_h
 PROMPT_TOKENS, RESPONSE_TOKENS = 10, 46
 
 
-class Stops(NamedTuple):
-    """The two members of a Tokenizer that the engine reads."""
+@dataclasses.dataclass
+class Stops:
+    """The members of a tokenizer that the engine asks for."""
 
     eos_ids: tuple[int, ...]
     pad_id: int = 0
@@ -44,7 +47,7 @@ class Quartiles(NamedTuple):
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def quartiles(values: Sequence[float]) -> Quartiles:
+def quartiles(values: Sequence[float] | np.ndarray) -> Quartiles:
     """Compute the quartiles of at least one value by linear interpolation."""
     return Quartiles(*(float(x) for x in np.quantile(values, (0.25, 0.5, 0.75))))
 
@@ -139,7 +142,7 @@ def engine_parts(
     draft: DraftModel | None,
     drafter: Drafter,
     config: InferenceConfig,
-    stops: Stops,
+    stops: Ends,
     partition: Partitioner,
 ) -> EngineFunctions:
     """Return the functions from which `make_rollout_engine` builds its programs, to be run one by one."""

@@ -14,7 +14,7 @@ expected_block / expected_rejection on the rejection run's blocks; the blocks of
 Counts include drafts after an end-of-text, as the engine's counts do.
 """
 
-import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from kernels_pallas.verify import rules
 from kernels_pallas.verify.op import Verified, VerifyInputs
 from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.decode import reserve
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.refill import empty_slots, refill
 from specrl_jax.decoding.sampling import Sampling
@@ -62,14 +64,15 @@ def expected_accepted(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[ja
     return kept.sum(axis=1), (1 - none_from).sum(axis=1)
 
 
-def make_step(parts: EngineFunctions, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
+def make_step(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
     """Return the jitted (weights, slots, seed) -> (slots, [2] float32 sums of `expected_accepted` of running rows)."""
 
     def step(weights: Any, slots: Slots, seed: jax.Array) -> tuple[Slots, jax.Array]:
-        found = []
+        found = list[jax.Array]()
 
         def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
             draft = inputs.draft
+            assert draft.logits is not None  # of a head
             p = jax.nn.softmax(final_logits(inputs.target_logits, sampling), axis=-1)
             drafted = jax.nn.softmax(draft.logits / sampling.temperature, axis=-1)
             q = jnp.zeros((*drafted.shape[:2], p.shape[-1])).at[:, :, draft.vocab_map].set(drafted)
@@ -77,6 +80,7 @@ def make_step(parts: EngineFunctions, k: int) -> Callable[..., tuple[Slots, jax.
             return parts.verify(inputs, sampling)
 
         models = (lambda slots, seed: parts.drafter.draft(weights, slots, seed, k), partial(parts.decode, weights))
+        _, slots = reserve(slots, max(k, parts.drafter.ahead), limits)
         new = speculative_step(slots, seed, *models, StepOptions(verify, parts.sampling, parts.eos_ids))
         return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])
 
@@ -88,15 +92,18 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[EngineFu
     mesh = bench.one_device()
     partition, model = partitioner(mesh, ROLLOUT), hf.load_config(policy)
     draft = make_method(DraftOptions("eagle3", head), model).model
+    assert draft is not None  # an EAGLE-3 head
     limits = EngineConfig(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
     config = InferenceConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
     drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
     parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
     learner = partitioner(mesh, LEARNER)
+    ids = draft.load_vocab_map(head, model)
+    vocab_map = None if ids is None else jnp.asarray(ids)
     params = hf.load_params(policy, model, learner, jnp.float32), draft.load(head, learner)
     return (
         parts,
-        make_prepare(model, draft, config, partition, partition)(*params, draft.load_vocab_map(head, model)),
+        make_prepare(model, draft, config, partition, partition)(*params, vocab_map),
         limits,
     )
 
@@ -105,10 +112,12 @@ def make_wave(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
     """Return (weights, prompts, seed) -> counts of one wave: a whole rollout of every prompt."""
     empty = jax.jit(partial(empty_slots, parts, limits))
     start = jax.jit(partial(refill, functions=parts, config=limits))
-    step = make_step(parts, k)
+    step = make_step(parts, limits, k)
 
     def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
-        slots, _ = start(weights, *empty(), Scheduler(limits, parts.pad_id, prompts, 1, 0, None).schedule())
+        slots, carried = empty()
+        batch = Scheduler(limits, parts.pad_id, prompts, 1, 0, None).schedule(np.asarray(slots.pool.count))
+        slots, _ = start(weights, slots, carried, batch)
         expected = np.zeros(2)
         while not slots.done.all():
             slots, sums = step(weights, slots, np.uint32(seed))
@@ -138,7 +147,7 @@ def gains(rows: list[bench.Row], k: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"lengths": [1], "prompts": 4, "seeds": 1})
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
     parser.add_argument("--lengths", type=int, nargs="+", default=[3, 5, 7])
@@ -160,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

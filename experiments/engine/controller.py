@@ -14,8 +14,8 @@ the same rounds would be best partly by luck. The control is k = 0, which nearly
 Writes a row per call to --output; its table goes into README.md of this folder.
 """
 
-import argparse
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.claims import markdown, put_table
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
@@ -55,7 +56,7 @@ class Verdict(NamedTuple):
 def drafters(head: str, mtp: str) -> dict[str, dict[str, Any]]:
     """Return the values of config.draft for each drafter."""
     weightless = {"path": "", "history": 0}
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "eagle3": {"kind": "eagle3", "path": head},
         "mtp": {"kind": "mtp", "path": mtp},
         "ngram": {"kind": "ngram"} | weightless,
@@ -129,7 +130,7 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"drafters": ["ngram"], "slots": [2], "learning": 1, "rounds": 4})
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder of the tiny preset")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
     parser.add_argument("--mtp", default="", help="folder of an MTP head; '': leave that drafter out")
@@ -157,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

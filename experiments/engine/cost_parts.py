@@ -1,5 +1,6 @@
 """Time the parts of a fused iteration, each in its own loop; `costs.py` compares them with the whole."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,13 +119,13 @@ def iteration(case: Case, k: int, count: int) -> Timed:
 def loop(body: Callable[[Any, jax.Array, Any], Any], weights: Any, state: Any, count: int) -> Timed:
     """Run body(weights, i, state) -> state `count` times on the device."""
     turns = jax.jit(lambda w, s: jax.lax.fori_loop(0, count, lambda i, s: body(w, i, s), s), donate_argnums=1)
-    turns = turns.lower(weights, state).compile()
+    compiled = turns.lower(weights, state).compile()
     state = jax.tree.map(jnp.copy, state)  # two leaves may be one array, which cannot be donated twice
 
     def run() -> float:
         nonlocal state
         start = time.perf_counter()
-        state = jax.block_until_ready(turns(weights, state))
+        state = jax.block_until_ready(compiled(weights, state))
         return (time.perf_counter() - start) / count
 
     return run
@@ -204,5 +205,6 @@ def rest(case: Case, k: int, count: int) -> Timed:
         options = StepOptions(case.parts.verify, sampling, case.parts.eos_ids)
         return speculative_step(slots, jnp.uint32(0), *answers, options)
 
-    slots = empty_slots(case.parts, case.config.limits)[0].replace(cache=None, done=jnp.zeros((B,), bool))
+    slots = empty_slots(case.parts, case.config.limits)[0]
+    slots = dataclasses.replace(slots, cache=None, done=jnp.zeros((B,), bool))
     return loop(body, (logits, case.weights.vocab_map), slots, count)

@@ -12,11 +12,13 @@ fc is the projection of k + 1 features and the keys and values of k pairs; `rest
 overhead = (iteration - forward - k head - fc) / iteration.
 """
 
-import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import matplotlib
+
+from experiments import commands
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -99,7 +101,9 @@ def plot_costs(path: str, figure_path: str) -> None:
 
 def main() -> None:
     models = MODELS | qwen3.PRESETS
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(
+        __doc__, small={"model": "small", "batches": [1], "lengths": [1], "dtypes": ["float32"], "rounds": 1}
+    )
     parser.add_argument("--model", choices=models, default="medium", help="sizes; at least 7 layers")
     parser.add_argument("--draft-vocab", type=int, default=4000)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
@@ -121,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

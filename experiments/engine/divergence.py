@@ -7,9 +7,9 @@ noise are closer than that, the tokens differ. From there on the texts differ; t
 rollout.parity rollouts do not diverge.
 """
 
-import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from kernels_pallas import noise as counter
 from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.config import DraftConfig, RolloutConfig
@@ -75,7 +76,9 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition).logits
+        logits = qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition).logits
+        assert logits is not None  # as without `features` alone
+        return logits
 
     jitted = jax.jit(forward)
     return lambda tokens: jitted(params, jnp.asarray(tokens))
@@ -99,7 +102,7 @@ def upper_bound(count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"tokens": 100, "kinds": ["ngram"], "length": 1, "slots": 4})
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare for each drafter")
     parser.add_argument("--kinds", nargs="+", default=["eagle3", "ngram"])
     parser.add_argument("--length", type=int, default=3, help="k")
@@ -110,7 +113,7 @@ def main() -> None:
     plain = generators["none"]
     source = TaskSource("arithmetic", "train", 0)
     forward = load_forward()
-    result = {kind: {"tokens": 0, "partings": []} for kind in a.kinds}
+    result: dict[str, dict[str, Any]] = {kind: {"tokens": 0, "partings": []} for kind in a.kinds}
     seed = 0
     while min(found["tokens"] for found in result.values()) < a.tokens:
         problems = [source[(seed * a.slots + i) % len(source)] for i in range(a.slots)]
@@ -148,4 +151,4 @@ def load_forward() -> Forward:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

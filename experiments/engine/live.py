@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from experiments.engine.live_work import (
     EARLIER,
@@ -44,7 +45,7 @@ from experiments.engine.live_work import (
     other_library,
     rounds_of,
 )
-from experiments.engine.peers import HERE, MODELS, save_random
+from experiments.engine.peers import MODELS, save_random
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.batch import ActiveBatch
@@ -76,7 +77,7 @@ class Figures:
         }
         self.rows: list[bench.Row] = []
 
-    def add(self, case: str, unit: str, values: Sequence[float]) -> None:
+    def add(self, case: str, unit: str, values: Sequence[float] | np.ndarray) -> None:
         quartiles = bench.quartiles(values)
         row = {name: f"{x:.5g}" for name, x in quartiles._asdict().items()}
         self.rows.append({"case": case, "unit": unit, "rounds": len(values)} | row | self._common)
@@ -258,8 +259,8 @@ def random_head(folder: str, sizes: Sizes) -> str:
 
 def command_of(who: str, a: argparse.Namespace) -> list[str]:
     if who == "tunix":
-        return [a.tunix, str(HERE / "peer_tunix.py")]
-    command = [a.transformers, str(HERE / "peer_transformers.py")]
+        return commands.other_python("--tunix", a.tunix, "engine.peer_tunix")
+    command = commands.other_python("--transformers", a.transformers, "engine.peer_transformers")
     return [*command, "--continuous"] if who == "continuous" else command
 
 
@@ -289,7 +290,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Sizes, Figures], None]] = 
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"rounds": 1, "prompts": 3, "batches": [2], "against": [EARLIER]})
     parser.add_argument("figures", nargs="+", choices=MEASUREMENTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, help="of limit, contiguous and short; all")
@@ -301,7 +302,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--drafts", nargs="+", default=["suffix", "eagle3"], choices=("suffix", "eagle3"), help="of drafts"
     )
-    parser.add_argument("--small", action="store_true", help="little work, for tests")
     parser.add_argument("--output", default="experiments/engine/live.csv")
     a = parser.parse_args(arguments)
     for who in a.against:
@@ -320,4 +320,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

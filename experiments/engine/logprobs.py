@@ -6,12 +6,14 @@ The tiny base with its head (k = 3) answers validation prompts, eight answers ea
 forward with float32 parameters scores these tokens, as the logprob phase of a training run does.
 """
 
-import argparse
+import sys
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.learner.batch import rollout_rows
@@ -60,7 +62,7 @@ def measure(parts: Parts) -> bench.Row:
     return (
         {"tokens": apart.size}
         | found
-        | {"kl": mismatch_metrics(behaviour, learner, rows.mask)["rollout_vs_learner/kl"]}
+        | {"kl": mismatch_metrics(jnp.asarray(behaviour), learner, rows.mask)["rollout_vs_learner/kl"]}
     )
 
 
@@ -72,7 +74,7 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"prompts": 2, "lengths": [0]})
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 3], help="k")
     parser.add_argument("--output", default="experiments/engine/logprobs.csv")
@@ -85,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

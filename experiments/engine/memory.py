@@ -7,13 +7,14 @@ The arithmetic is that of `models/cache.py` (KVCache), `drafts/recurrent/network
 `decoding/lookup_cache.py`.
 """
 
-import argparse
 import functools
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from experiments import commands
 from experiments.engine import bench
 from specrl_jax.decoding.refill import empty_slots
 from specrl_jax.decoding.sampling import Sampling
@@ -57,7 +58,7 @@ def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
     }
 
 
-def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: jnp.dtype) -> dict[str, int]:
+def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: str) -> dict[str, int]:
     """Return the bytes of the same buffers by the docstrings' formulas; cache and activations share one dtype."""
     S, K, H, C, P = limits.cache_length, model.kv_heads, model.head_dim, limits.shard_pages, limits.columns
     itemsize = jnp.dtype(dtype).itemsize
@@ -92,7 +93,7 @@ def measure(preset: str, limits: EngineConfig, dtype: str, allocate: bool) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={})
     parser.add_argument("--output", default="experiments/engine/memory.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
@@ -105,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -16,9 +16,12 @@ import argparse
 import ctypes
 import sys
 
-import peer_server
-import torch
-import transformers
+from experiments import commands
+from experiments.engine import peer_server
+
+with commands.needed("torch==2.13.0 transformers==5.23.0 safetensors"):
+    import torch
+    import transformers
 
 THREADS = 2
 PAGE = 256  # tokens, transformers' own choice
@@ -73,7 +76,7 @@ def make_generate_all(model: transformers.PreTrainedModel) -> peer_server.Genera
             max_batch_tokens=max(map(len, prompts)) + batch,
             max_requests_per_batch=batch,
         )
-        found = {}
+        found = dict[str, list[int]]()
         with model.continuous_batching_context_manager(
             generation_config=sampling, continuous_batching_config=config, block=True
         ) as manager:

@@ -22,11 +22,14 @@ import json
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
-import peer_server
-from tunix.generate import sampler as vanilla
-from tunix.models.qwen3 import model as qwen3
-from tunix.models.qwen3 import params as qwen3_params
+from experiments import commands
+from experiments.engine import peer_server
+
+with commands.needed("google-tunix==0.1.7"):
+    import jax.numpy as jnp
+    from tunix.generate import sampler as vanilla
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.models.qwen3 import params as qwen3_params
 
 
 class IdTokenizer:

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine.bench import Stops
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.sampling import Sampling
@@ -137,9 +138,10 @@ def ask(process: subprocess.Popen, command: dict) -> dict:
     """Send a command of peer_server.py's protocol; return the answer. Raises RuntimeError if the process ended."""
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(command), file=process.stdin, flush=True)
+    assert process.stdout is not None  # a pipe
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"{' '.join(process.args)} ended; why is above")
+        raise RuntimeError(f"{process.args!r} ended; why is above")
     return json.loads(line)
 
 
@@ -168,11 +170,14 @@ def start_peer(command: list[str], folder: str, **variables: str) -> Iterator[su
     # Without it torch's two threads spin for each other: beside a busy process a small model took 100 times as long.
     environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | variables
     pipe = subprocess.PIPE
-    process = subprocess.Popen([*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment)
+    process = subprocess.Popen(
+        [*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment, cwd=commands.REPOSITORY
+    )
     try:
         yield process
     finally:
         # A peer that ended on its own leaves a command unread.
+        assert process.stdin is not None and process.stdout is not None  # pipes
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         process.stdout.close()
@@ -225,9 +230,10 @@ def works_of(arguments: argparse.Namespace, scratch: str) -> Iterator[dict[int, 
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transformers", required=True, help="Python of its environment")
-    parser.add_argument("--tunix", required=True, help="Python of its environment")
+    small = {"models": ["small"], "policy": None, "draft": "", "batches": [1], "rounds": 1, "new_tokens": 4}
+    parser = commands.Parser(__doc__, small=small)
+    parser.add_argument("--transformers", help="Python of its environment; without, that library is left out")
+    parser.add_argument("--tunix", help="Python of its environment; without, that library is left out")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     which.add_argument("--policy", nargs=3, metavar=("FOLDER", "PROMPTS", "EOS"))
@@ -258,15 +264,16 @@ def report(rows: list[dict]) -> None:
 
 def main() -> None:
     arguments = parse()
-    commands = {
-        "transformers": [arguments.transformers, str(HERE / "peer_transformers.py")],
-        "tunix": [arguments.tunix, str(HERE / "peer_tunix.py")],
+    programs = {
+        who: commands.other_python(f"--{who}", python, f"engine.peer_{who}")
+        for who, python in (("transformers", arguments.transformers), ("tunix", arguments.tunix))
+        if python
     }
     with tempfile.TemporaryDirectory() as scratch, open(arguments.output, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         for works in works_of(arguments, scratch):
-            measured = measure(works, commands, arguments.rounds, arguments.draft, arguments.length)
+            measured = measure(works, programs, arguments.rounds, arguments.draft, arguments.length)
             for _, rows in itertools.groupby(measured, lambda row: row["batch"]):
                 kept = []
                 for row in rows:

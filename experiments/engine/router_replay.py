@@ -8,12 +8,13 @@ The policy answers validation prompts, eight answers each at temperature 1, and 
 bits; the learner's forward with float32 parameters scores these tokens, as the logprob phase of a training run does.
 """
 
-import argparse
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
@@ -85,7 +86,7 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"prompts": 2, "seeds": 1})
     parser.add_argument("--policy", required=True, help="folder of a mixture")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
@@ -100,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

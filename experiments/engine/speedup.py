@@ -9,10 +9,12 @@ Programs are compiled and each side runs once before the first round.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.decoding.draft_lengths import FixedLength
@@ -76,7 +78,18 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(
+        __doc__,
+        small={
+            "policy": bench.TINY_POLICY,
+            "head": bench.TINY_HEAD,
+            "slots": [2],
+            "lengths": [1],
+            "dtypes": ["float32"],
+            "rules": ["rejection"],
+            "rounds": 1,
+        },
+    )
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder")
     parser.add_argument("--kind", default="eagle3", choices=("eagle3", "mtp", "model"), help="of the head")
@@ -101,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

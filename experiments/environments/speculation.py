@@ -6,11 +6,12 @@ In each round every drafter holds the same conversations once, in turn, under th
 that round, so that all write the same tokens but where rounding decides. Writes speculation.csv.
 """
 
-import argparse
 import csv
 import pathlib
+import sys
 
 from configs import tools_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.environments.throughput import Case, measure, open_case
 from experiments.verdicts import ratio_interval
@@ -30,7 +31,9 @@ def build(kind: str, k: int, policy: str, head: str) -> Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(
+        __doc__, small={"policy": bench.TINY_POLICY, "head": bench.TINY_HEAD, "rollouts": 8, "rounds": 1}
+    )
     parser.add_argument("--policy", required=True, help="folder of the policy")
     parser.add_argument("--head", required=True, help="folder of its EAGLE-3 head")
     parser.add_argument("--rollouts", type=int, default=64, help="of a round, in groups of eight")
@@ -58,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

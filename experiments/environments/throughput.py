@@ -6,14 +6,15 @@ Five turns a rollout, about 24 tokens each, of a random policy; 16 slots, and ro
 takes no slot, so what is lost is parking it, and the end of a call, where nothing else is left to decode.
 """
 
-import argparse
 import csv
 import json
+import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from experiments import commands
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
 from specrl_jax.drafts.weights import Weights
@@ -31,7 +32,7 @@ CLASSES = {"at once": "AtOnce", "0.2 s": "Waiting"}
 class SeveralEnds(CharTokenizer):
     """A random policy of 128 entries ends a turn after about 24 tokens."""
 
-    eos_ids = (1, 2, 3, 4, 5)
+    eos_ids: tuple[int, ...] = (1, 2, 3, 4, 5)
 
 
 class Case(NamedTuple):
@@ -82,14 +83,14 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"preset": "nano_deep", "rollouts": 8, "rounds": 1})
     parser.add_argument("--output", required=True)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--rollouts", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     runs = {name: build(name, a.preset) for name in CLASSES}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for seed in range(a.rounds + 1):  # the first compiles
         for name in list(CLASSES)[:: 1 if seed % 2 else -1]:
             rows.append({"environment": name, "round": seed} | measure(runs[name], a.rollouts, seed))
@@ -105,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

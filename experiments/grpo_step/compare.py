@@ -2,12 +2,12 @@
 
     python -m experiments.grpo_step.compare --trl VENV_TRL/bin/python --tunix VENV_TUNIX/bin/python --rounds 3
 
-The two arguments are the interpreters of environments made as peer_trl.py and peer_tunix.py say. Each round starts each
+The two arguments are the interpreters of environments made as peer_trl.py and peer_tunix.py say; what is not given is
+left out. Each round starts each
 program again; every measured step is a row of results.csv, which is written after each round. Read the ratios, and use
 an idle machine: torch's threads spin for each other, so another busy process makes TRL many times slower.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -17,15 +17,19 @@ import subprocess
 import sys
 import tempfile
 
+import numpy as np
+
+from experiments import commands
+
 HERE = pathlib.Path(__file__).parent
 
 
-def run_once(command: list[str], steps: int) -> dict:
+def run_once(command: list[str]) -> dict:
     """Run a program; return its result and its largest resident size in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
-        arguments = [*command, "--steps", str(steps), "--warmup", "2", "--output", output]
-        process = subprocess.Popen(arguments, cwd=HERE.parents[1], stdout=subprocess.DEVNULL)
+        arguments = [*command, "--output", output]
+        process = subprocess.Popen(arguments, cwd=commands.REPOSITORY, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise subprocess.CalledProcessError(os.waitstatus_to_exitcode(status), arguments)
@@ -34,30 +38,31 @@ def run_once(command: list[str], steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl", required=True)
-    parser.add_argument("--tunix", required=True)
+    parser = commands.Parser(__doc__, small={"rounds": 1, "steps": 1, "warmup": 1})
+    parser.add_argument("--trl", help="Python of TRL's environment; without, TRL is left out")
+    parser.add_argument("--tunix", help="Python of tunix's environment; without, tunix is left out")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="measured, of a round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--output", default=str(HERE / "results.csv"))
     arguments = parser.parse_args()
-    commands = {
-        "ours": [sys.executable, "-m", "experiments.grpo_step.ours"],
-        "trl": [arguments.trl, str(HERE / "peer_trl.py")],
-        "tunix": [arguments.tunix, str(HERE / "peer_tunix.py")],
-    }
+    programs = {"ours": [sys.executable, "-m", "experiments.grpo_step.ours"]}
+    for who, python in (("trl", arguments.trl), ("tunix", arguments.tunix)):
+        if python:
+            programs[who] = commands.other_python(f"--{who}", python, f"grpo_step.peer_{who}")
     rows = []
     for round_number in range(arguments.rounds):
-        for name, command in commands.items():
-            result = run_once(command, arguments.steps)
+        for name, command in programs.items():
+            result = run_once([*command, "--steps", str(arguments.steps), "--warmup", str(arguments.warmup)])
             for step, seconds in enumerate(result["seconds_per_step"]):
                 phases = {phase: values[step] for phase, values in result["phases"].items()}
                 row = {"round": round_number, "system": name, "step": step, "seconds": seconds} | phases
                 rows.append(row | {"peak_memory": result["peak_memory"]})
             print(f"round {round_number} {name}: {statistics.median(result['seconds_per_step']):.3f} s", flush=True)
-        write(rows)
-    for name in commands:
+        write(arguments.output, rows)
+    for name in programs:
         seconds = [row["seconds"] for row in rows if row["system"] == name]
-        low, middle, high = statistics.quantiles(seconds, n=4)
+        low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
         peak = max(row["peak_memory"] for row in rows if row["system"] == name)
         print(
             f"{name:6} median {middle:.3f} s per step, quartiles {low:.3f} to {high:.3f}, {len(seconds)} steps, "
@@ -65,13 +70,13 @@ def main() -> None:
         )
 
 
-def write(rows: list[dict]) -> None:
+def write(path: str, rows: list[dict]) -> None:
     fields = ["round", "system", "step", "seconds", "data", "prepare", "generate", "logprob", "train", "peak_memory"]
-    with open(HERE / "results.csv", "w", newline="") as file:
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -6,7 +6,6 @@ For every case that TRL has too: the value, and the largest difference of the gr
 over its largest entry. Exits with 1 if a loss differs by more than 1e-4.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -15,12 +14,13 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 
-HERE = pathlib.Path(__file__).parent
 B, T = 32, 64
 TOLERANCE = 1e-4
 NO_DUAL = 0.0  # TRL has it off by default (its `delta`)
@@ -46,32 +46,33 @@ def random_batch() -> dict[str, np.ndarray]:
 
 
 def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]:
-    old = None if o.old_logprobs == "current" else batch["old"]
-    signal = LossInputs(old, batch["ref"], batch["advantages"][:, None], batch["behaviour"])
+    given = jax.tree.map(jnp.asarray, batch)
+    old = None if o.old_logprobs == "current" else given["old"]
+    signal = LossInputs(old, given["ref"], given["advantages"][:, None], given["behaviour"])
 
     def loss(logprobs: jax.Array) -> jax.Array:
-        return grpo_loss(logprobs, batch["entropy"], signal, batch["mask"], None, o).loss.value()
+        return grpo_loss(logprobs, given["entropy"], signal, given["mask"], None, o).loss.value()
 
     value, gradient = jax.value_and_grad(loss)(batch["logprobs"])
     return float(value), np.asarray(gradient)
 
 
-def theirs(batch: dict[str, np.ndarray], python: str) -> dict[str, dict]:
+def theirs(batch: dict[str, np.ndarray], command: list[str]) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         given, answer = os.path.join(folder, "batch.npz"), os.path.join(folder, "out.json")
-        np.savez(given, **batch)
-        subprocess.run([python, str(HERE / "losses_trl.py"), given, answer], check=True)
+        np.savez(given, allow_pickle=False, **batch)
+        subprocess.run([*command, given, answer], cwd=commands.REPOSITORY, check=True)
         return json.loads(pathlib.Path(answer).read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={})
     parser.add_argument("--trl", required=True)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     batch = random_batch()
     rows = []
-    for name, found in theirs(batch, arguments.trl).items():
+    for name, found in theirs(batch, commands.other_python("--trl", arguments.trl, "grpo_step.losses_trl")).items():
         value, gradient = ours(batch, CASES[name])
         expected = np.array(found["gradient"])
         rows.append(
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

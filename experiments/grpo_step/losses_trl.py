@@ -1,4 +1,5 @@
-"""Compute TRL 1.16's loss of given log-probs. Runs under TRL's Python: `python losses_trl.py batch.npz out.json`.
+"""Compute TRL 1.16's loss of given log-probs. Runs under TRL's Python: `python -m
+experiments.grpo_step.losses_trl batch.npz out.json`.
 
 Calls `GRPOTrainer._compute_loss` on a stub that returns the given log-probs instead of a model's; the rest is the
 trainer's code.
@@ -8,12 +9,16 @@ import collections
 import json
 import sys
 import types
+from typing import Any
 
-import numpy as np
-import torch
-from trl import GRPOTrainer
+from experiments import commands
 
-CASES = {
+with commands.needed("torch==2.13.0 transformers==5.23.0 trl==1.16.0"):
+    import numpy as np
+    import torch
+    from trl import GRPOTrainer
+
+CASES: dict[str, dict[str, Any]] = {
     "clip, token": {"loss_type": "bnpo"},
     "clip, sequence": {"loss_type": "grpo"},
     "clip, constant": {"loss_type": "dr_grpo"},

@@ -9,24 +9,28 @@ with all five phases. One update per step is strictly on policy, so grpo.old_log
 as in both peers.
 """
 
-import argparse
-import itertools
 import json
 import statistics
+import sys
+import tempfile
 import threading
-import types
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from experiments import commands
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.problem import Problem
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.rewards.scorer import Scores
+from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.devices import Devices
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import step_metrics
 from specrl_jax.training.performance import make_performance
@@ -41,12 +45,11 @@ MODEL = Qwen3Config(
 PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 32, 64
 
 
-class IdTokenizer:
+class IdTokenizer(CharTokenizer):
     """Token ids written as numbers; no id ends a response."""
 
     vocab_size = MODEL.vocab
-    pad_id = 0
-    eos_ids = (MODEL.vocab,)
+    eos_ids: tuple[int, ...] = (MODEL.vocab,)
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
@@ -66,37 +69,35 @@ def make_case() -> tuple[Learner, Rollout]:
     return make_learner(plan), make_rollout(plan, tokenizer=IdTokenizer())
 
 
-def mean_id(responses: list[str], *_: object) -> Scores:
-    """Return every answer's mean token id; stands in for a Scorer."""
-    rewards = np.array([statistics.fmean(map(int, response.split())) for response in responses], np.float32)
-    return Scores(rewards, {"mean_id": rewards}, rewards >= 1, {}, [None] * len(rewards))
+class MeanId(Scorer):
+    """Rewards every answer with its mean token id, in this process as in the peers."""
+
+    def __init__(self) -> None:
+        super().__init__(("exact",))  # whose workers never start
+
+    def __call__(self, responses: Sequence[str], *_: object) -> Scores:
+        rewards = np.array([statistics.fmean(map(int, response.split())) for response in responses], np.float32)
+        return Scores(rewards, {"mean_id": rewards}, rewards >= 1, {}, [None] * len(rewards))
 
 
-class RandomPrompts:
-    """Random prompts; stands in for a stream of problems."""
-
-    position = types.MappingProxyType({})  # never resumed
-
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-
-    def __next__(self) -> list[Problem]:
-        ids = self._rng.integers(0, MODEL.vocab, size=(PROMPTS, PROMPT_TOKENS))
-        return [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
+def random_prompts(seed: int, count: int) -> list[Problem]:
+    ids = np.random.default_rng(seed).integers(0, MODEL.vocab, size=(count, PROMPT_TOKENS))
+    return [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
 
 
 def measure(steps: int, warmup: int) -> dict:
     learner, rollout = make_case()
     state, stop, performance = initial_state(learner), threading.Event(), make_performance(learner)
     speculation = Speculation(learner.plan, rollout.engine)
+    stream = ProblemStream([random_prompts(0, PROMPTS * (warmup + steps))], PROMPTS, 0)
     rows = []
-    with Display(warmup + steps, 0, stop) as display:
+    with Display(warmup + steps, 0, stop) as display, tempfile.TemporaryDirectory() as folder:
         pipeline = make_pipeline(
-            rollout, RandomPrompts(0), mean_id, speculation, 1, display.update_phase, threading.Lock()
+            rollout, stream, MeanId(), speculation, 1, display.update_phase, Devices(), workdir=folder
         )
-        for step in itertools.islice(itertools.count(1), warmup + steps):
+        for step in range(1, warmup + steps + 1):
             clock = PhaseClock(display)
-            state, result = train_step(learner, rollout, state, pipeline, speculation, step, clock, stop)
+            state, result = train_step(learner, rollout, state, pipeline, speculation, None, step, clock, stop)
             row = step_metrics(result, learner, performance)
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)
@@ -111,7 +112,7 @@ def measure(steps: int, warmup: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"steps": 1, "warmup": 1})
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--output", required=True)
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

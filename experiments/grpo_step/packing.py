@@ -7,7 +7,7 @@ as in training. Each round times the log-probs and the update of both layouts; t
 per round.
 """
 
-import argparse
+import sys
 import time
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.data.sources import ProblemStream
@@ -50,7 +51,8 @@ def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
     start = time.perf_counter()
     old = jax.block_until_ready(parts.learner.logprob_step(state.params, batch.rows)[0])
     middle = time.perf_counter()
-    state, _, outputs = parts.learner.policy_step(state, batch.rows, LossInputs(old, None, batch.advantages))
+    inputs: Any = LossInputs(old, None, batch.advantages)  # type: ignore[arg-type]  # numpy, as the loop gives them
+    state, _, outputs = parts.learner.policy_step(state, batch.rows, inputs)
     jax.block_until_ready((state, outputs))
     return state, middle - start, time.perf_counter() - middle
 
@@ -61,9 +63,9 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     parts = make_parts(config, make_mesh(config.mesh.to_dict()))
     state = initial_state(parts.learner)
     found = batches(parts, prepare(parts.learner, parts.rollout, state)[0])
-    policy, rows = state.policy, []
+    policy, rows = state.policy, list[bench.Row]()
     for i in range(-1, rounds):  # the first compiles
-        row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
+        row: bench.Row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
         for name in sorted(found, reverse=i % 2 == 0):
             policy, row[f"{name}_logprob"], row[f"{name}_train"] = timed(parts, policy, found[name])
         rows.append(row)
@@ -71,7 +73,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"rounds": 1})
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
@@ -86,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -20,7 +20,7 @@ Phases, in seconds: `generate` is transformers' `generate`; `logprob` is the for
 entropy, which TRL always computes); `train` is the backward pass and AdamW. What is left is book-keeping.
 
 Install (Python 3.11, the CPU build of torch): pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0
-Run: OMP_WAIT_POLICY=passive python peer_trl.py --output trl.json
+Run: OMP_WAIT_POLICY=passive python -m experiments.grpo_step.peer_trl --output trl.json
      (without it torch's two threads spin for each other: with another busy process on two cores a step took 47 s
      instead of 2.2 s)
 """
@@ -37,11 +37,14 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import datasets
-import tokenizers
-import torch
-import transformers
-import trl
+from experiments import commands
+
+with commands.needed("torch==2.13.0 transformers==5.23.0 trl==1.16.0"):
+    import datasets
+    import tokenizers
+    import torch
+    import transformers
+    import trl
 
 PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 4, 32, 64, 4096
 THREADS = 2
@@ -61,7 +64,7 @@ class Clock(transformers.TrainerCallback):
 
     def __init__(self):
         self.boundaries = []  # start of training, then the end of every step
-        self.phases = defaultdict(lambda: defaultdict(float))  # phase -> step -> seconds
+        self.phases: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # phase -> step -> seconds
 
     def add(self, name, start):
         self.phases[name][len(self.boundaries) - 1] += time.perf_counter() - start

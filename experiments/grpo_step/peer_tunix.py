@@ -19,7 +19,7 @@ Settings that matter:
 Phases, in seconds: `generate` is prefill and decoding, `train` is forward, backward and AdamW.
 
 Install (Python 3.12): pip install google-tunix==0.1.7 jax==0.12.0.1 jaxlib==0.12.0.1 flax==0.12.12 optax==0.2.8
-Run: python peer_tunix.py --output tunix.json
+Run: python -m experiments.grpo_step.peer_tunix --output tunix.json
 """
 
 import argparse
@@ -29,15 +29,18 @@ import statistics
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from tunix.models.qwen3 import model as qwen3
-from tunix.rl import rl_cluster
-from tunix.rl.grpo import grpo_learner
-from tunix.rl.rollout import base_rollout
+from experiments import commands
+
+with commands.needed("google-tunix==0.1.7"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo import grpo_learner
+    from tunix.rl.rollout import base_rollout
 
 PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 4, 32, 64, 4096
 
@@ -143,7 +146,7 @@ def batches(count, requests):
 
 def measure(warmup, steps):
     """Run warmup + steps GRPO steps; return the seconds of the last `steps` and of their phases."""
-    requests, phases = [], {"generate": [], "train": []}
+    requests, phases = list[float](), {"generate": list[float](), "train": list[float]()}
     cluster = make_cluster(warmup + steps + 1)
     cluster.generate = timed(cluster.generate, phases["generate"])
     cluster.update_actor = timed(cluster.update_actor, phases["train"])

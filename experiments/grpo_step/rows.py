@@ -9,7 +9,7 @@ joined to rows of the same length that have no padding. Seconds of logprob and t
 are the largest temporaries of the two programs. Random weights and tokens; the order alternates.
 """
 
-import argparse
+import sys
 import time
 import types
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
@@ -88,7 +89,8 @@ def temporaries(case: Case, state: RunState) -> int:
         case.learner.logprob_step.lower(state.policy.params, case.batch.rows),
         case.learner.policy_step.lower(state.policy, case.batch.rows, inputs),
     )
-    return max(x.compile().memory_analysis().temp_size_in_bytes for x in lowered)
+    found = [x.compile().memory_analysis() for x in lowered]
+    return max(memory.temp_size_in_bytes for memory in found if memory is not None)
 
 
 def timed(case: Case, state: RunState) -> tuple[RunState, float, float]:
@@ -127,7 +129,7 @@ def measure(cases: dict[str, Case], name: str, rounds: int, write: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"rounds": 1, "cases": ["tails"], "prompts": 1, "preset": "nano_deep"})
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=["limit", "tails"])
     parser.add_argument("--prompts", type=int, default=16, help="of the case tails")
@@ -150,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

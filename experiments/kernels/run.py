@@ -13,12 +13,12 @@ All limits are measured in the same call. Without such a device, `--small` runs 
 kernels in the TPU interpreter; this only shows that the script runs, and its numbers mean nothing.
 """
 
-import argparse
 import datetime
 import functools
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,11 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench, cost_parts
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference, tpu
 from kernels_pallas.verify.op import Draft, Kernels, Noise, VerifyInputs, kernels_of, verify
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.errors import fail
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_splash, by_xla, find_attention
 from specrl_jax.models.lm_head import token_scores
@@ -280,17 +282,17 @@ def time_iterations(shapes: Shapes, limits: dict[str, float]) -> Iterator[dict[s
         del case, runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = commands.Parser(__doc__, small={})  # small shapes, interpreted kernels: no device needed
     parser.add_argument("--output", required=True, help="a JSON file")
-    parser.add_argument("--small", action="store_true", help="small shapes, interpreted kernels: no device needed")
     a = parser.parse_args()
     device = jax.devices()[0]
     kernels = kernels_of(device)
     if a.small:
-        kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.residual)))
+        small: Any = [functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.residual)]
+        kernels = Kernels(*small)
     if kernels is None:
-        parser.error(f"no kernels for {device.device_kind}: a Hopper or newer GPU or a TPU is needed, or --small")
+        return fail(f"no kernels for {device.device_kind}: a Hopper or newer GPU or a TPU is needed, or --small")
     shapes = SMALL if a.small else FULL
     result: dict[str, Any] = {
         "device": device.device_kind,
@@ -319,7 +321,8 @@ def main() -> None:
     attention = functools.partial(by_splash, interpret=True) if a.small else attention
     keep("attention", list(time_attention(shapes, attention, limits)))
     keep("iterations", list(time_iterations(shapes, limits)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

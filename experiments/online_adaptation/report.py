@@ -75,8 +75,8 @@ def gap_closed(rows: list[dict[str, Any]]) -> list[float]:
         best, low, online = (
             lengths(rows, d, seed) for d in ("in-domain, offline", "generic, offline", "generic, online")
         )
-        best, low, online = (window_mean(series, CLOSED_AT) for series in (best, low, online))
-        closed.append((online - low) / (best - low))
+        top, bottom, learnt = (window_mean(series, CLOSED_AT) for series in (best, low, online))
+        closed.append((learnt - bottom) / (top - bottom))
     return closed
 
 
@@ -111,7 +111,8 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             series = lengths(rows, draft, seed)
             shown.append(" ".join(f"{window_mean(series, at):.3f}" for at in (WINDOW, CLOSED_AT, len(series))))
         print(f"  {draft:<19} {'   '.join(shown)}   {PAPER.get(draft, '')}")
-    share, on = {"offline": [], "online": []}, []
+    share: dict[str, list[float]] = {"offline": [], "online": []}
+    on = []
     for seed in seeds:
         random = lengths(rows, "random, online", seed)
         for kind, found in share.items():

@@ -7,8 +7,8 @@ weights and without compiling, and counts the multiplications and additions of e
 recomputed layers twice. Other operations are left out; attention counts all T x T pairs on both sides.
 """
 
-import argparse
 import math
+import sys
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from configs import rlzero_8b, rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
+from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import TargetTables
 from specrl_jax.learner.policy_step import Features
@@ -77,8 +79,8 @@ def measure(parts: Parts) -> bench.Row:
     B, T = s.grpo.prompts_per_step * s.grpo.group_size // s.grpo.minibatches, parts.rollout.config.limits.cache_length
     dtype = parts.learner.forward.dtype
 
-    def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype)
+    def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.Array:
+        return stand_in(jax.ShapeDtypeStruct(sizes, dtype))
 
     ints = shape(B, T, dtype=jnp.int32)
     rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
@@ -87,12 +89,14 @@ def measure(parts: Parts) -> bench.Row:
     policy = jax.make_jaxpr(parts.learner.policy_step)(
         state.policy, rows, LossInputs(shape(B, T), reference, shape(B, T))
     )
+    head, draft_step = parts.learner.plan.draft, parts.learner.draft_step
+    assert head is not None and draft_step is not None  # an EAGLE-3 head that learns
     part = B // s.draft.minibatches
     rows = jax.tree.map(lambda x: shape(part, *x.shape[1:], dtype=x.dtype), rows)
-    aux = shape(part, T, len(parts.learner.plan.draft.aux_layers), D, dtype=dtype)
+    aux = shape(part, T, len(head.aux_layers), D, dtype=dtype)
     features = Features(aux, shape(part, T, D, dtype=dtype), shape(part, T))
-    tables = TargetTables(shape(parts.learner.plan.model.vocab, D), shape(parts.learner.plan.draft.vocab, D))
-    draft = jax.make_jaxpr(parts.learner.draft_step)(state.draft, tables, features, rows)
+    tables = TargetTables(shape(parts.learner.plan.model.vocab, D), shape(head.vocab, D))
+    draft = jax.make_jaxpr(draft_step)(state.draft, tables, features, rows)
     ours = count_operations(policy.jaxpr)
     theirs = count_operations(draft.jaxpr) * s.draft.epochs * s.draft.minibatches
     share = round(theirs / (ours + theirs), 4)
@@ -100,7 +104,7 @@ def measure(parts: Parts) -> bench.Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"configs": ["rlzero_tiny"], "steps": [1]})
     parser.add_argument("--configs", nargs="+", default=["rlzero_8b", "rlzero_tiny"])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 3, 7], help="draft steps unrolled")
     parser.add_argument("--output", default="experiments/online_adaptation/share.csv")
@@ -115,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -6,16 +6,17 @@ Both sides run in one process on the same prompts and weights in alternating rou
 drafts. A ratio is that of generated tokens per second; both sides run to their longest rollout.
 """
 
-import argparse
 import csv
 import dataclasses
 import json
 import os
+import sys
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from experiments import commands
 from experiments.parts import Parts, make_parts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.state import RunState
@@ -49,15 +50,15 @@ def load(workdir: str) -> tuple[Parts, Any]:
 def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
     """Return [rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
     s = parts.learner.plan.config
-    draft, rollout = dataclasses.replace(s.draft, length=k), dataclasses.replace(s.rollout, num_slots=slots)
-    config = dataclasses.replace(s, draft=draft, rollout=rollout)
+    config = dataclasses.replace(s, draft=dataclasses.replace(s.draft, length=k))
+    config = dataclasses.replace(config, rollout=dataclasses.replace(s.rollout, num_slots=slots))
     rollout = make_rollout(make_plan(config, parts.learner.plan.learner_partition.mesh))
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation][:PROMPTS]
     return measure_speedup(rollout.engine, rollout.plain_engine, weights, Workload(prompts, 1, seed=0), rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"slots": [2], "lengths": [1], "rounds": 1})
     parser.add_argument("--workdir", required=True, nargs="+", help="workdirs of finished runs")
     parser.add_argument("--slots", type=int, nargs="+", default=[8])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -8,10 +8,10 @@ computed once more alone (D). The share of a round is
 D / (S - D). A warm-up round is left out.
 """
 
-import argparse
 import json
 import pathlib
 import shutil
+import sys
 import tempfile
 import time
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.digests import device_digests
@@ -49,7 +50,7 @@ def measure(state: dict[str, jax.Array], folder: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"gigabytes": 0.001, "rounds": 1})
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where to save; on the disk that is to be measured")
@@ -71,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

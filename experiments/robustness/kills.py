@@ -9,7 +9,6 @@ of a step after the other, and started again by the same command without cleanin
 times must be bit-equal to those of the uninterrupted run.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -22,6 +21,7 @@ from typing import Any
 
 import absl.logging
 
+from experiments import commands
 from experiments.robustness.killed import MOMENTS
 from experiments.robustness.same_run import MODES, ROOT, check_moved, differences, launch, load, overrides
 from specrl_jax.io.workdir import versions
@@ -70,7 +70,7 @@ def results(mode: str, kind: str, kills: int, rng: random.Random, cache: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"kills": 1, "modes": "sync", "kinds": "ngram"})
     parser.add_argument("--kills", type=int, default=20, help="of each mode and kind")
     parser.add_argument("--modes", default=",".join(MODES), help="pipeline modes, separated by commas")
     parser.add_argument("--kinds", default="eagle3", help="kinds of draft, separated by commas")
@@ -94,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

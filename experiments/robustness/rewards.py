@@ -5,13 +5,13 @@
 DIR holds train.jsonl and test.jsonl with `question` and `answer`; the last line of an answer is "#### n".
 """
 
-import argparse
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import commands
 from specrl_jax.rewards.messages import Outcome, Row
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
@@ -252,7 +253,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"answers": 20, "rounds": 1})
     parser.add_argument("--gsm8k", required=True, help="folder of train.jsonl and test.jsonl")
     parser.add_argument("--answers", type=int, default=10_000, help="of the hostile answers")
     parser.add_argument("--rounds", type=int, default=5, help="of the throughput measurement")
@@ -277,4 +278,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -8,7 +8,6 @@ configs/rlzero_tiny.py:smoke, with a reward that differs from answer to answer a
 and the draft. The draft length is fixed, since the controller reads the clock.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -17,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import absl.logging
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments import commands
 from specrl_jax.io.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,8 +90,8 @@ def checksum(response, answer):
 class Run(NamedTuple):
     """What a finished run left behind, without what depends on the clock."""
 
-    rows: list[dict[str, object]]  # of metrics.jsonl, under today's names
-    rollouts: list[object]  # one a recorded rollout, in order
+    rows: list[dict[str, Any]]  # of metrics.jsonl, under today's names
+    rollouts: list[Any]  # one a recorded rollout, in order
     arrays: dict[str, np.ndarray]  # of every checkpoint, by step and path
     host: dict[str, object]  # JSON beside each checkpoint's arrays, by step
 
@@ -259,7 +259,7 @@ def report(kind: str, mode: str, old: Run, new: Run, found: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"kinds": "ngram", "modes": "sync"})
     parser.add_argument("--against", required=True, type=pathlib.Path, help="checkout of the other version")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of draft, separated by commas")
     parser.add_argument("--modes", default=",".join(MODES), help="pipeline modes, separated by commas")
@@ -287,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

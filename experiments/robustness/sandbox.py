@@ -7,7 +7,6 @@ second after its limit and left nothing behind, in each mechanism that works her
 trainer: it has a secret in its environment and in files, and listens for connections and signals.
 """
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -28,6 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from experiments import commands
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward
 from specrl_jax.rewards.sandbox.choose import Chosen, choose
@@ -40,7 +40,14 @@ LIMITS = Limits(seconds=1.0, memory=256 * MIB, output=MIB, processes=16, disk=8 
 GRACE = 1.0  # seconds after its limit by which a program is over
 ENVIRONMENT = "SPECRL_HOSTILE_SECRET"
 # What a hostile program would leave, if it could. Names have the run's own mark, or were there before it.
-LEFT = ("/dev/shm/left$mark", "/tmp/l$mark", "/tmp/h$mark", "/tmp/fill$mark", "/tmp/${mark}0", "/tmp/d$mark")
+LEFT: tuple[str, ...] = (
+    "/dev/shm/left$mark",
+    "/tmp/l$mark",
+    "/tmp/h$mark",
+    "/tmp/fill$mark",
+    "/tmp/${mark}0",
+    "/tmp/d$mark",
+)
 LEFT += ("/tmp/json.py", "/tmp/sitecustomize.py", "/usr/left$mark", "/bin/left$mark", "/left$mark", "/etc/left$mark")
 LEFT += ("/var/tmp/left$mark", "/root/left$mark", "/run/left$mark")
 CHECK = """
@@ -256,7 +263,7 @@ def throughput(chosen: Chosen, count: int, workers: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"only": ["forges"], "programs": 4})
     parser.add_argument("--mechanisms", nargs="+", default=["bubblewrap", "landlock"])
     parser.add_argument("--only", nargs="+", default=[""], help="names of programs, or their beginnings, as forges")
     parser.add_argument("--programs", type=int, default=200, help="of the throughput measurement; 0 leaves it out")
@@ -285,4 +292,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(commands.run(main))

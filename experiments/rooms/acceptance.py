@@ -7,20 +7,22 @@ this folder; --plot makes figure and table from the rows. A base is pretrained f
 from that seed; problems and noise are others than those of the heads' training texts.
 """
 
-import argparse
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import matplotlib
 
+from experiments import commands
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import COLOURS, STYLES, markdown, put_table, save, write_rows
+from experiments.claims import COLOURS, STYLES, markdown, save, show_table, write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.rooms import drift
@@ -141,8 +143,8 @@ def table(rows: Sequence[Position]) -> str:
         kept = " ".join(f"{share:.2f}" for share in shares)
         paper = PAPER_TOKENS[workload, head]
         lines.append([NAMES[workload], f"{head}, {drafts}", *tokens, paper, kept, distance])
-    head = ["", "head, drafts", *(f"tokens, k = {k}" for k in LENGTHS), "the paper, k = 3"]
-    return markdown([*head, "accepted of those reached, 1 to 7", "TV of the first"], lines)
+    columns = ["", "head, drafts", *(f"tokens, k = {k}" for k in LENGTHS), "the paper, k = 3"]
+    return markdown([*columns, "accepted of those reached, 1 to 7", "TV of the first"], lines)
 
 
 def describe(rows: Sequence[Position]) -> str:
@@ -176,26 +178,23 @@ def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"seeds": [0], "workloads": ["rooms"], "prompts": 1})
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--prompts", type=int, default=32, help="of a measurement")
-    parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
+    parser.add_argument("--output", "--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()
-    file = a.folder / "acceptance.csv"
+    file = a.output / "acceptance.csv"
     rows = [Position(**row) for row in bench.read_rows(str(file))] if a.plot else []
     for run in () if a.plot else itertools.product(a.workloads, a.seeds, HEADS, (False, True)):
         rows += measure(*run, a.prompts)
         jax.clear_caches()
         write_rows(file, [row._asdict() for row in rows])
         print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
-    plot(rows, a.folder / "acceptance.png")
-    if a.folder == HERE:
-        put_table(HERE / "README.md", table(rows))
-    else:
-        print(table(rows))
+    plot(rows, a.output / "acceptance.png")
+    show_table(a.output, HERE, table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

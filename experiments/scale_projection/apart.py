@@ -38,7 +38,8 @@ def measured() -> Measured:
 def step_seconds(found: Measured, lag: int, contention: float) -> float:
     """Predict the seconds of a step from the synchronous phases of seed 0."""
     phases = PhaseSeconds(*(np.array([[found.phases[phase][0]]]) for phase in PHASES))
-    return float(asynchronous(phases, Steady(phases.generate, phases.generate), [[lag]], False, contention).total[0, 0])
+    steady = Steady(phases.generate, phases.generate)
+    return float(asynchronous(phases, steady, np.array([[lag]]), False, contention).total[0, 0])
 
 
 def solve_contention(found: Measured) -> float:

@@ -45,7 +45,7 @@ def _against(axis: plt.Axes, rows: Sequence[Row], title: str) -> None:
     for use, face in (("fitted", "none"), ("held out", "black")):
         xy = np.array([(r["measured"], r["predicted"]) for r in rows if r["use"] == use])
         if len(xy):
-            axis.scatter(*xy.T, s=22, facecolors=face, edgecolors="black", label=use)
+            axis.scatter(xy[:, 0], xy[:, 1], s=22, facecolors=face, edgecolors="black", label=use)
     ends = np.array([0.9, 7.0])
     axis.plot(ends, ends, "k-", linewidth=0.8)
     axis.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.85", zorder=0, label="within 10 %")

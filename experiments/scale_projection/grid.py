@@ -10,19 +10,21 @@ and `large.py`, except for the number of sequences: as many as find pages for th
 learner leaves. Takes some minutes on one core.
 """
 
-import argparse
 import dataclasses
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.claims import markdown, put_table
+from experiments import commands
+from experiments.claims import markdown, show_table
 from experiments.scale_projection import large, paper, public
+from experiments.scale_projection.ours import Row
 from experiments.verdicts import Interval
-from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, Row, draft_cells, scale_cells, write_rows
+from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, scale_cells, write_rows
 from specrl_jax.simulator.heatmaps import Marks, heatmaps
 from specrl_jax.simulator.scenario import Points, Scenario, compare, points, predict
 
@@ -58,13 +60,13 @@ CASES = (
 )
 
 
-LOOPS = {"our loop": large.fused, "vLLM": lambda c: c}
+LOOPS: dict[str, Callable[[paper.Calibrated], paper.Calibrated]] = {"our loop": large.fused, "vLLM": lambda c: c}
 # The paper's cells: column -> (case, x, y) -> its value. Of the draft grid the cells of nearest acceptance.
-SCALE_MARKS = {
+SCALE_MARKS: Marks = {
     "rollout_speedup": {("8B, vLLM", 32, 0): "paper 1.77", ("235B, our loop", 2048, 2): "paper 3.5"},
     "end_to_end_speedup": {("8B, vLLM", 32, 0): "paper 1.41", ("235B, our loop", 2048, 2): "paper 2.5"},
 }
-DRAFT_MARKS = {
+DRAFT_MARKS: Marks = {
     "rollout_speedup": {
         ("8B, vLLM", 0.9, 3): "paper 1.77",
         ("8B, vLLM", 0.85, 5): "paper 1.44",
@@ -101,7 +103,7 @@ def drawn_rows(scenarios: Sequence[Scenario], cells: Sequence[Row], p: Points) -
 
 def grids(kept: Sequence[paper.Calibrated]) -> tuple[list[Row], list[Row]]:
     """Compute the rows of the scale grid and of the draft grid; column `case` names the model and the loop."""
-    scale, draft = [], []
+    scale, draft = list[Row](), list[Row]()
     for case in CASES:
         for loop, view in LOOPS.items():
             scenarios, name = [case.scenario(view(c)) for c in kept], {"case": f"{case.name}, {loop}"}
@@ -156,22 +158,24 @@ def timed(s: Scenario, count: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"draws": 2})
     parser.add_argument("--draws", type=int, default=60, help="draws behind every interval that Table 1 allows")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows, figures and page")
+    a = parser.parse_args()
     hosts = public.calibrate()
-    kept = paper.worlds(parser.parse_args().draws, {name: hosts.factors[name] for name in hosts.values}).kept
+    kept = paper.worlds(a.draws, {name: hosts.factors[name] for name in hosts.values}).kept
     scale, draft = grids(kept)
-    write_rows(str(HERE / "scale.csv"), scale)
-    write_rows(str(HERE / "draft.csv"), draft)
-    put_table(HERE / "README.md", lag_table(scale), "lag")
-    plot(str(HERE / "scale.png"), scale, ("devices", "lag"), SCALE_MARKS)
-    plot(str(HERE / "draft.png"), draft, ("kept", "k"), DRAFT_MARKS)
+    write_rows(str(a.output / "scale.csv"), scale)
+    write_rows(str(a.output / "draft.csv"), draft)
+    show_table(a.output, HERE, lag_table(scale), "lag")
+    plot(str(a.output / "scale.png"), scale, ("devices", "lag"), SCALE_MARKS)
+    plot(str(a.output / "draft.png"), draft, ("kept", "k"), DRAFT_MARKS)
     speed = [{"case": case.name} | timed(case.scenario(paper.calibrate()), 10_000) for case in CASES]
-    write_rows(str(HERE / "speed.csv"), speed)
+    write_rows(str(a.output / "speed.csv"), speed)
     for r in speed:
         print(f"{r['case']}: {r['configurations']} configurations in {r['seconds']} s")
     print(f"{len(scale)} rows of scale.csv, {len(draft)} of draft.csv")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

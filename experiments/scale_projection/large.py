@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -145,7 +145,8 @@ def sensitivity() -> list[Row]:
     for name, values in PRIORS.items():
         for value in values:
             if value != getattr(CENTRE, name):
-                rows.append(changed_row(f"{name} {value:g}", calibrate(undisclosed=CENTRE._replace(**{name: value}))))
+                changed: Any = {name: value}
+                rows.append(changed_row(f"{name} {value:g}", calibrate(undisclosed=CENTRE._replace(**changed))))
     attained = {
         "overlap 1": {"overlap": 1.0},
         "host_seconds 2 ms": {"host_seconds": 2e-3},
@@ -158,6 +159,7 @@ def sensitivity() -> list[Row]:
     c = calibrate()
     w = large_scenario(c, "zero", free=True).workload
     x = w.lengths
+    assert isinstance(x, LogNormalLengths)
     workloads = {
         "235B: lengths of Think": large_scenario(c, "think", free=True).workload,
         "235B: 4,096 sequences at once": dataclasses.replace(w, slots=LARGE_ROLLOUTS),
@@ -168,7 +170,7 @@ def sensitivity() -> list[Row]:
 
 def changed_row(name: str, c: Calibrated, workload: Workload | None = None) -> Row:
     """Return one changed case; the 235B workload defaults to RL-Zero's."""
-    view, out = VIEWS[0], {"changed": name}
+    view, out = VIEWS[0], Row({"changed": name})
     cells = [(w, 3, EAGLE[w]) for w in EAGLE] + [(w, k, a) for w, k, a, _ in TABLE_4 if k == 7]
     out |= {f"8B, {w}, k = {k}": round(c.speedup(w, k, a), 3) for w, k, a in cells}
     s = large_scenario(view.of(c), "zero", view.free)

@@ -7,6 +7,7 @@ rows have `set`, `cell`, `use` ('fitted' or 'held out'), `measured`, `predicted`
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,7 @@ def fit_rollouts(machine: Hardware) -> Calibration:
     def observed(seconds: np.ndarray) -> np.ndarray:
         return np.where(plain, seconds, ratios(cells, seconds)) ** weights
 
-    def predicted(v: dict[str, float]) -> np.ndarray:
+    def predicted(v: Mapping[str, float]) -> np.ndarray:
         return observed(rollout_seconds(machine.with_attained(**v), cells))
 
     measured = observed(np.array([c["seconds"] for c in cells]))
@@ -273,14 +274,14 @@ def fit_steps(machine: Hardware) -> Calibration:
         "data_seconds": 4e-4,
     }
 
-    def predicted(v: dict[str, float]) -> np.ndarray:
+    def predicted(v: Mapping[str, float]) -> np.ndarray:
         learner, pace = split_pace(v)
         return step_seconds(machine.with_attained(**learner), pace, runs).ravel()
 
     return fit(predicted, measured.ravel(), start)
 
 
-def split_pace(values: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+def split_pace(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Divide the fitted constants into (attained rates of the machine, paces by kind)."""
     pace = {name.removeprefix("pace_"): v for name, v in values.items() if name.startswith("pace_")}
     return {name: v for name, v in values.items() if not name.startswith("pace_")}, pace

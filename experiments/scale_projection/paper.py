@@ -6,7 +6,7 @@ needs, is in `PRIORS`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,13 +168,13 @@ def calibrate(
     hardware = hardware or machine()
     measured = np.array([TABLE_1[w][phase] for w, phase in PLAIN])
 
-    def with_values(v: dict[str, float]) -> Calibrated:
+    def with_values(v: Mapping[str, float]) -> Calibrated:
         means = {w: v[f"mean_{w}"] for w in WORKLOADS}
         return Calibrated(
             hardware.with_attained(learner=v["learner"]), means, None, undisclosed, captured_rows=captured_rows
         )
 
-    def predicted(v: dict[str, float]) -> np.ndarray:
+    def predicted(v: Mapping[str, float]) -> np.ndarray:
         c = with_values(v)
         phases = {w: c.predict(w, points(DEVICES)).phases for w in WORKLOADS}
         return np.array([float(getattr(phases[w], phase)[0]) for w, phase in PLAIN])

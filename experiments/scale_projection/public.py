@@ -132,6 +132,6 @@ def leave_one_sweep_out(overlap: float = 0.0) -> list[Left]:
     for sweep in dict.fromkeys(x.sweep for x in every):
         own = [x for x in every if x.sweep == sweep]
         others = calibrate([x for x in every if x.sweep != sweep], overlap).values
-        found = (float(np.median(np.abs(errors(v, own)))) for v in (whole, others | {"overlap": overlap}))
-        out.append(Left(sweep, len(own), *found, others))
+        fitted, left_out = (float(np.median(np.abs(errors(v, own)))) for v in (whole, others | {"overlap": overlap}))
+        out.append(Left(sweep, len(own), fitted, left_out, others))
     return out

@@ -5,8 +5,8 @@ is as much faster as Amdahl's law then allows with the paper's share of generati
 on twice the devices.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,7 +102,7 @@ GENERATION = [
 ]
 
 
-def generated(c: Calibrated, values: dict[str, float], rows: Sequence[Generation]) -> np.ndarray:
+def generated(c: Calibrated, values: Mapping[str, float], rows: Sequence[Generation]) -> np.ndarray:
     """Return the rows' speedups with the given constants; `ngram_seconds` is host time for each running text."""
     text = values.get("ngram_seconds", 0.0)
     with_head = c.hardware.with_attained(**{n: x for n, x in values.items() if n != "ngram_seconds"})
@@ -128,7 +128,7 @@ def fitted_to(c: Calibrated, tables: Sequence[str]) -> dict[str, float]:
     The others keep their public values.
     """
     a = c.hardware.attained
-    start = {"draft_seconds": a.draft_seconds}
+    start: Any = {"draft_seconds": a.draft_seconds}
     if DRAFT_LENGTHS in tables:
         start["uncaptured_seconds"] = a.uncaptured_seconds
     if NGRAM_TABLE in tables:

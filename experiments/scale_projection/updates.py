@@ -8,18 +8,20 @@ rollouts alone has their best number by the formula. Writes updates.csv and its 
 allows and whose synchronous step by turns fits in memory, and 90 % of them. Some ten minutes on one core.
 """
 
-import argparse
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.claims import markdown, put_table
+from experiments import commands
+from experiments.claims import markdown, show_table
 from experiments.engine.bench import distinct, matching, read_rows
 from experiments.scale_projection import grid, large, paper, public
+from experiments.scale_projection.ours import Row
 from experiments.verdicts import Interval
-from specrl_jax.simulator.grid import Row, write_rows
+from specrl_jax.simulator.grid import write_rows
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.modes import (
     DISAGREEMENTS,
@@ -32,7 +34,7 @@ from specrl_jax.simulator.modes import (
 )
 from specrl_jax.simulator.scenario import Points, Scenario, best_split, points, predict
 
-OUTPUT = pathlib.Path(__file__).with_name("updates.csv")
+HERE = pathlib.Path(__file__).parent
 DEVICES = {"8B": 32, "235B": 2048}
 LAGS = (1, 2)
 SHOWN = DISAGREEMENTS[:-1]  # of the table
@@ -142,21 +144,22 @@ def _interval(r: Row, name: str) -> Interval:
 
 def _chance(value: float | str) -> str:
     """Return a break-even as text; 0 is never, inf beyond what was simulated."""
-    if value == "":
-        return ""
+    if isinstance(value, str):
+        return value
     return {0: "never", float("inf"): f"above {DISAGREEMENTS[-1]:g}"}.get(value, f"{value:.0e}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"draws": 2})
     parser.add_argument("--draws", type=int, default=12, help="draws behind every interval that Table 1 allows")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and page")
+    a = parser.parse_args()
     hosts = public.calibrate()
-    kept = paper.worlds(parser.parse_args().draws, {name: hosts.factors[name] for name in hosts.values}).kept
-    write_rows(str(OUTPUT), cases(kept))
-    found = table(read_rows(str(OUTPUT)))
-    put_table(OUTPUT.with_name("README.md"), found, "updates")
-    print(found)
+    kept = paper.worlds(a.draws, {name: hosts.factors[name] for name in hosts.values}).kept
+    rows = str(a.output / "updates.csv")
+    write_rows(rows, cases(kept))
+    show_table(a.output, HERE, table(read_rows(rows)), "updates")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

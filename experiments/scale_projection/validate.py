@@ -7,13 +7,14 @@ tables_out.csv, asynchronous.csv, large.csv, sensitivity.csv, constants.csv, pub
 file. Takes some minutes on one core; nothing is timed and no device is used.
 """
 
-import argparse
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from experiments import commands
 from experiments.scale_projection import apart, figures, large, ours, paper, public, score
 from experiments.scale_projection.calibrate import Calibration, errors
 from specrl_jax.simulator.grid import write_rows
@@ -35,7 +36,7 @@ def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
             kept = [r for r in rows if (r["set"], r["use"]) == (name, use)]
             if not kept:
                 continue
-            found = errors([r["predicted"] for r in kept], [r["measured"] for r in kept])
+            found = errors(*(np.array([r[name] for r in kept]) for name in ("predicted", "measured")))
             line = f"  {name:<18} {use:<9} {found}"
             if use == "held out" and name in TARGETS:
                 median, worst = TARGETS[name]
@@ -116,15 +117,18 @@ def allowed(found: paper.Worlds) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"draws": 2})
     parser.add_argument("--draws", type=int, default=100, help="draws behind every interval that Table 1 allows")
-    draws = parser.parse_args().draws
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and figures")
+    a = parser.parse_args()
+    draws, folder = a.draws, a.output
 
     hosts, left = public.calibrate(), public.leave_one_sweep_out()
     print_public(hosts, left)
 
     print("\nTHE PAPER'S TABLES (arXiv 2604.26779), fitted to Table 1's plain columns")
     c = paper.calibrate()
+    assert c.fit is not None  # calibrated
     print("\n".join(c.fit.lines()))
     found = paper.worlds(draws, {name: hosts.factors[name] for name in hosts.values})
     print("\n".join(allowed(found)))
@@ -159,20 +163,20 @@ def main() -> None:
     print_ours(rows, fits)
     print(f"  contention of the fake devices {contention:.2f}, solved on one run with lag 1")
 
-    write_rows(str(HERE / "validation.csv"), [_as_csv(r) for r in [*rows, *paper.fitted_rows(c), *predicted]])
-    write_rows(str(HERE / "scores.csv"), predicted)
-    write_rows(str(HERE / "tables_out.csv"), tables)
-    write_rows(str(HERE / "asynchronous.csv"), readings)
-    write_rows(str(HERE / "large.csv"), [{name: r[name] for name in LARGE_COLUMNS} for r in big])
-    write_rows(str(HERE / "sensitivity.csv"), changed)
-    write_rows(str(HERE / "public.csv"), public_rows(hosts))
-    solved = {"fitted_to": "apart", "points": 1, "constant": "contention", "value": f"{contention:.5g}"}
+    write_rows(str(folder / "validation.csv"), [_as_csv(r) for r in [*rows, *paper.fitted_rows(c), *predicted]])
+    write_rows(str(folder / "scores.csv"), predicted)
+    write_rows(str(folder / "tables_out.csv"), tables)
+    write_rows(str(folder / "asynchronous.csv"), readings)
+    write_rows(str(folder / "large.csv"), [{name: r[name] for name in LARGE_COLUMNS} for r in big])
+    write_rows(str(folder / "sensitivity.csv"), changed)
+    write_rows(str(folder / "public.csv"), public_rows(hosts))
+    solved: Row = {"fitted_to": "apart", "points": 1, "constant": "contention", "value": f"{contention:.5g}"}
     share = np.median([x.means["zero"] / x.undisclosed.limit for x in found.kept])
-    typical = {"fitted_to": "draws", "points": draws, "constant": "mean_share", "value": f"{share:.3g}"}
+    typical: Row = {"fitted_to": "draws", "points": draws, "constant": "mean_share", "value": f"{share:.3g}"}
     fitted = constant_rows(dict(zip(("iterations", "rollouts", "steps"), fits)) | {"public": hosts, "paper": c.fit})
-    write_rows(str(HERE / "constants.csv"), [*fitted, *(r | {"factor_90": ""} for r in (solved, typical))])
-    figures.plot_ours(str(HERE / "ours.png"), rows)
-    figures.plot_paper(str(HERE / "paper.png"), predicted, big)
+    write_rows(str(folder / "constants.csv"), fitted + [r | {"factor_90": ""} for r in (solved, typical)])
+    figures.plot_ours(str(folder / "ours.png"), rows)
+    figures.plot_paper(str(folder / "paper.png"), predicted, big)
 
 
 def public_rows(fit: Calibration) -> list[Row]:
@@ -204,4 +208,4 @@ def constant_rows(fits: dict[str, Calibration]) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

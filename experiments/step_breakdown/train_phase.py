@@ -7,13 +7,14 @@ the same rollouts of rlzero_tiny:small with and without the head in turn; the or
 round, in seconds.
 """
 
-import argparse
+import sys
 import time
 from typing import Any
 
 import jax
 
 from configs import rlzero_tiny
+from experiments import commands
 from experiments.engine import bench
 from experiments.grpo_step.packing import make_training_batch
 from experiments.parts import Parts, make_parts
@@ -43,7 +44,7 @@ def first_step(parts: Parts) -> tuple[Rows, LossInputs]:
     rollouts = make_training_batch(parts, prepare(parts.learner, parts.rollout, state)[0])
     batch = learner_batch(rollouts, parts.rollout.tokenizer.pad_id, parts.learner.packing)
     old_logprobs = jax.device_get(parts.learner.logprob_step(state.policy.params, batch.rows)[0])
-    return batch.rows, LossInputs(old_logprobs, None, batch.advantages)
+    return batch.rows, LossInputs(old_logprobs, None, batch.advantages)  # type: ignore[arg-type]  # numpy
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     rows, inputs = first_step(cases["eagle3"])
     found = []
     for i in range(-1, rounds):  # the first compiles
-        row = {"round": i}
+        row: dict[str, Any] = {"round": i}
         for kind in sorted(KINDS, reverse=i % 2 == 0):
             start = time.perf_counter()
             states[kind], _ = update(cases[kind].learner, states[kind], rows, inputs, train_draft=False)
@@ -63,7 +64,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = commands.Parser(__doc__, small={"rounds": 1})
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -65,7 +65,8 @@ def gb200(engine: str, host_per_draft: float = 0.0) -> Clock:
     """Return the roofline of an 8B policy on one GB200: an engine's host times, and so many seconds more a draft."""
     e, model = ENGINES[engine], PRESETS["qwen3_8b"]
     hardware = HARDWARE["gb200"].with_engine(e).with_attained(draft_seconds=e.draft_seconds + host_per_draft)
-    return DecoderCost(model, head_config(model, DRAFT_VOCAB), hardware, captured_rows=e.captured_rows).speculative
+    cost = DecoderCost(model, head_config(model, DRAFT_VOCAB), hardware, captured_rows=e.captured_rows)
+    return cost.speculative
 
 
 # Name -> (clock, factor on all lengths)

@@ -5,10 +5,11 @@
 The random 107 M policy and head of experiments/engine/costs.py, float32; writes costs.csv of this folder.
 """
 
-import argparse
 import pathlib
+import sys
 from collections.abc import Sequence
 
+from experiments import commands
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
@@ -41,11 +42,14 @@ def measure_costs(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"rounds": 1, "model": "small", "slots": [1]})
     parser.add_argument("--rounds", type=int, default=2)
-    rounds = parser.parse_args().rounds
-    measure_costs(HERE / "costs.csv", MODELS["medium"], DRAFT_VOCAB, SLOTS, LENGTHS, rounds)
+    parser.add_argument("--model", choices=MODELS, default="medium")
+    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS)
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "costs.csv")
+    a = parser.parse_args()
+    measure_costs(a.output, MODELS[a.model], DRAFT_VOCAB, a.slots, LENGTHS, a.rounds)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -72,8 +72,8 @@ def read_traces(path: pathlib.Path) -> list[Trace]:
     """Read what `write_traces` wrote."""
 
     def trace(row: dict[str, Any]) -> Trace:
-        numbers = (int(row[name]) for name in ("seed", "k", "rollout", "tokens"))
-        return Trace(row["workload"], *numbers, tuple(map(int, row["accepted"])))
+        seed, k, rollout, tokens = (int(row[name]) for name in ("seed", "k", "rollout", "tokens"))
+        return Trace(row["workload"], seed, k, rollout, tokens, tuple(map(int, row["accepted"])))
 
     with open(path, newline="") as file:
         return [trace(row) for row in csv.DictReader(file)]

@@ -8,11 +8,13 @@
 A prediction is contradicted where the measured interval excludes it and the two differ by more than 5 %.
 """
 
-import argparse
-from collections.abc import Iterator
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.claims import markdown, put_table, write_rows
+from experiments import commands
+from experiments.claims import markdown, show_table, write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.rooms.bases import WORKLOADS, config_of
@@ -31,7 +33,6 @@ SLOTS = (1, 8, 64)
 LENGTHS, REFERENCE = (3, 5, 7), 3
 DRAWS, DIFFERENT = 500, 0.05
 SEED = 0  # of the measured base
-PROMPTS = 24  # of a measured round; each is answered grpo.group_size times
 
 
 def predictions() -> Iterator[bench.Row]:
@@ -48,20 +49,20 @@ def predictions() -> Iterator[bench.Row]:
                 yield {"workload": workload, "slots": slots, "k": k} | dict(zip(names, predicted, strict=True))
 
 
-def measure(rounds: int) -> None:
+def measure(
+    path: pathlib.Path, workloads: Sequence[str], slot_numbers: Sequence[int], prompts: int, rounds: int
+) -> None:
     """Time the engine with refills: every length answers the same prompts once a round, in random order."""
-    with bench.csv_writer(
-        str(HERE / "measured.csv"), ("workload", "slots", "k", "round", "tokens", "seconds")
-    ) as write:
-        for workload in WORKLOADS:
-            for slots in SLOTS:
-                for row in measured_rounds(workload, slots, rounds):
+    with bench.csv_writer(str(path), ("workload", "slots", "k", "round", "tokens", "seconds")) as write:
+        for workload in workloads:
+            for slots in slot_numbers:
+                for row in measured_rounds(workload, slots, prompts, rounds):
                     write({"workload": workload, "slots": slots} | row)
 
 
-def measured_rounds(workload: str, slots: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measured_rounds(workload: str, slots: int, prompts: int, rounds: int) -> Iterator[dict[str, Any]]:
     config = config_of(workload, SEED)
-    config.draft.length, config.rollout.num_slots, config.grpo.prompts_per_step = max(LENGTHS), slots, PROMPTS
+    config.draft.length, config.rollout.num_slots, config.grpo.prompts_per_step = max(LENGTHS), slots, prompts
     _, rollout, _, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         timed(rollout.engine, weights, work, FixedLength(k))
@@ -94,20 +95,25 @@ def verdict(predicted: float, found: Interval) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    small = {"rounds": 1, "workloads": ["rooms"], "slots": [1], "prompts": 1}
+    parser = commands.Parser(__doc__, small=small)
     parser.add_argument("part", choices=("costs", "predict", "measure", "judge"))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="of measure")
+    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help="of costs and measure")
+    parser.add_argument("--prompts", type=int, default=24, help="of a measured round; each has grpo.group_size answers")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and page")
     a = parser.parse_args()
     if a.part == "costs":
         model = PRESETS[MODEL]
-        measure_costs(COSTS, model, model.vocab, SLOTS, LENGTHS, a.rounds)
+        measure_costs(a.output / COSTS.name, model, model.vocab, a.slots, LENGTHS, a.rounds)
     elif a.part == "predict":
-        write_rows(HERE / "predictions.csv", list(predictions()))
+        write_rows(a.output / "predictions.csv", list(predictions()))
     elif a.part == "measure":
-        measure(a.rounds)
+        measure(a.output / "measured.csv", a.workloads, a.slots, a.prompts, a.rounds)
     else:
-        put_table(HERE / "README.md", judge(), "predictions")
+        show_table(a.output, HERE, judge(), "predictions")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

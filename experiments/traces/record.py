@@ -6,12 +6,13 @@ A seed is that of the base: policy, head, problems and noise change with it. Cut
 not give the traces of k = 3: a shorter draft ends elsewhere in the text, so each length has its own rollouts.
 """
 
-import argparse
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import jax
 
+from experiments import commands
 from experiments.parts import prepared
 from experiments.rooms.bases import SEEDS, WORKLOADS, config_of
 from experiments.traces.counts import Trace, traces_of, write_traces
@@ -35,13 +36,13 @@ def record(workload: str, seed: int, prompts: int) -> Iterator[Trace]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"workloads": ["rooms"], "seeds": [0], "prompts": 1})
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "traces.csv", help="CSV file")
     a = parser.parse_args()
-    traces = []
+    traces = list[Trace]()
     for workload in a.workloads:
         for seed in a.seeds:
             traces += record(workload, seed, a.prompts)
@@ -51,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -4,8 +4,9 @@ Acceptance comes from real rollouts, costs from any machine. The schedule is the
 a response's length in iterations instead of tokens: slots are refilled at once, the batch thins out at the end.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from experiments.verdicts import Interval
 from specrl_jax.simulator.rollout import EngineSchedule, profile
 
 # (B, k, context tokens) -> seconds of an iteration, arrays of one shape
-Clock = Callable[[np.ndarray, int, np.ndarray], np.ndarray]
+Clock = Callable[[Any, Any, Any], Any]
 
 
 def seconds(
@@ -43,7 +44,8 @@ def tokens_per_second(
     return response_tokens(traces, stretch) / seconds(traces, slots, clock, prompt, stretch)
 
 
-class Measured(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured:
     """Iterations measured at some batch sizes, seconds; between them interpolated in the logarithm of both."""
 
     batches: np.ndarray  # [n], ascending

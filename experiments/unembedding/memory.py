@@ -8,10 +8,10 @@ process's resident memory over a run, and `seconds` is the time of that run. Til
 full logits), which is only compiled unless --run-whole.
 """
 
-import argparse
 import math
 import re
 import resource
+import sys
 import time
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import commands
 from experiments.engine import bench
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.vocab_tiles import Tiling
@@ -63,7 +64,7 @@ def run(compiled: Any, tokens: int, vocab: int, embed: int) -> bench.Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(__doc__, small={"tokens": 64, "vocab": 256, "embed": 16, "tiles": [64]})
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--embed", type=int, default=1024)
@@ -75,7 +76,9 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for tile in a.tiles:
             compiled = compile_gradient(**sizes, tile=tile)
-            row = sizes | {"tile": tile, "temporary": compiled.memory_analysis().temp_size_in_bytes}
+            memory = compiled.memory_analysis()
+            assert memory is not None
+            row = sizes | {"tile": tile, "temporary": memory.temp_size_in_bytes}
             row |= {"largest": largest_buffer(compiled.as_text()), "logits": 4 * a.tokens * a.vocab}
             if tile or a.run_whole:
                 row |= run(compiled, **sizes)
@@ -84,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

@@ -25,10 +25,15 @@ TRIAL_SECONDS = 30.0  # Qwen3's takes 2
 PADDING, PADDED_SHARE = 127, 1 / 16
 
 
-class Tokenizer(Protocol):
-    vocab_size: int  # ids are below this
+class Ends(Protocol):
+    """What the engine asks a tokenizer."""
+
     pad_id: int
     eos_ids: tuple[int, ...]  # each of them ends a response
+
+
+class Tokenizer(Ends, Protocol):
+    vocab_size: int  # ids are below this
     special: tuple[str, ...]  # texts of the special tokens
     has_chat_template: bool
 

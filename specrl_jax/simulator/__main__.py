@@ -16,6 +16,7 @@ from collections.abc import Callable
 from absl import flags
 from ml_collections import config_flags
 
+from specrl_jax.config import recipes
 from specrl_jax.config.page import unreadable
 from specrl_jax.errors import InputError, fail, one_line
 
@@ -61,7 +62,7 @@ def parse(argv: list[str]) -> flags.FlagValues:
     """Parse the flags and load the final config. A mistake ends the program with one line."""
     f = define_flags(argv)
     try:
-        rest = f(argv)
+        rest = f(recipes.with_found(argv))
         if len(rest) > 1:
             sys.exit(fail(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value"))
         for name, example in (("config", "configs/rlzero_8b.py"), ("devices", "32"), ("hardware", "gb200")):
@@ -69,6 +70,8 @@ def parse(argv: list[str]) -> flags.FlagValues:
                 sys.exit(fail(f"--{name} is needed, such as --{name} {example}"))
         # A missing file is only noticed at the first access.
         _ = f.config.task
+    except InputError as error:
+        sys.exit(fail(str(error)))
     except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
         sys.exit(fail(unreadable(error) or one_line(error)))
     return f

@@ -1,7 +1,7 @@
 """Speedups over a grid of configurations, each with its 90 % interval, as rows of a CSV file."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ def _columns(s: Scenario, p: Points, found: Comparison) -> Row:
     }
 
 
-def write_rows(path: str, rows: Sequence[Row]) -> None:
+def write_rows(path: str, rows: Sequence[Mapping[str, object]]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.verify.op import SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, stand_in
-from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.data.tokenizers import Ends, Tokenizer
 from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
@@ -137,7 +137,7 @@ def make_rollout_engine(
     draft: DraftModel | None,
     drafter: Drafter,
     config: InferenceConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Ends,
     partition: Partitioner,
     lengths: tuple[int, ...] | None = None,
     agree: Agree = alone,

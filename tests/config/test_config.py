@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from ml_collections import ConfigDict
 
-from specrl_jax.config import Config, base, from_config_dict
+from specrl_jax.config import Config, base, from_config_dict, recipes
 from specrl_jax.config.page import page
 from specrl_jax.config.schema import keys
 from specrl_jax.config.validate import validate
@@ -30,7 +30,7 @@ from specrl_jax.rl.objectives import KL_ESTIMATORS, OLD_LOGPROBS, SURROGATES
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEYS = {key.name: key for key in keys(Config)}
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "recipes"))
+CONFIGS = recipes.names()
 
 
 @pytest.mark.parametrize(

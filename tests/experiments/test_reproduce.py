@@ -105,7 +105,7 @@ def test_the_quick_reproduction_runs_with_one_prompt(tmp_path):
     """In a folder of its own that links to this one: nothing is written beside what the repository holds."""
     for name in ("main.py", "configs", "experiments", "kernels_pallas", "specrl_jax"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    command = [sys.executable, "-m", "experiments.reproduce", "--quick", "--smoke"]
+    command = [sys.executable, "-m", "experiments.reproduce", "--small"]
     # Programs that XLA optimises: these run for longer than they compile.
     environment = process_environment() | {"PYTHONPATH": str(tmp_path), "XLA_FLAGS": ""}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -3,19 +3,13 @@
 import functools
 import json
 
-import jax
-import numpy as np
+import chex
 import safetensors.numpy
 
 from specrl_jax.io.tensors import SINGLE
 
-
-def assert_same_trees(ours, theirs):
-    """Compare structures, dtypes and bits."""
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+# Compares structures, shapes, dtypes and values; says which leaf differs.
+assert_same_trees = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def read_config(folder):

@@ -39,7 +39,10 @@ def damages_of(name: str, size: int, flips: int) -> Iterator[tuple[str, Damage]]
     """Yield damages of one file of the last checkpoint."""
 
     def of(change: Callable[[pathlib.Path], object]) -> Damage:
-        return lambda folder: change(folder / str(STEPS) / name) and None
+        def damage(folder: pathlib.Path) -> None:
+            change(folder / str(STEPS) / name)
+
+        return damage
 
     for i in range(flips):
         place = (i + 0.5) / flips

@@ -1,5 +1,6 @@
 """Files of strangers, each with one fault: what `files` tries. A mutation changes a whole folder in place."""
 
+import functools
 import json
 import os
 import pathlib
@@ -40,6 +41,10 @@ def replace(path: pathlib.Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+def _write(name: str, content: bytes, folder: pathlib.Path) -> None:
+    replace(folder / name, content)
+
+
 def entry(name: str, key: str, value: object, named: str | None) -> Mutation:
     """Return the mutation that sets a key; a value of ... takes it away."""
     if value is ...:
@@ -64,7 +69,7 @@ def unreadable(name: str) -> Iterator[Mutation]:
         "UTF-16": '{"a": 1}'.encode("utf-16"),
     }
     for what, content in contents.items():
-        yield Mutation(f"{name}: {what}", lambda folder, content=content: replace(folder / name, content), name)
+        yield Mutation(f"{name}: {what}", functools.partial(_write, name, content), name)
     for what, make in {"a pipe": os.mkfifo, "a folder": os.mkdir}.items():
 
         def apply(folder: pathlib.Path, make: Callable[[pathlib.Path], None] = make) -> None:
@@ -91,7 +96,7 @@ CONFIG_VALUES: dict[str, list[object]] = {
     "attention_bias": [True, "false", 1],
     "rope_scaling": ["yarn", 4, {"rope_type": "llama3", "factor": 2.0}, {"rope_type": "yarn", "factor": -4.0}],
 }
-CONFIG_KEYS = (
+CONFIG_KEYS: tuple[str, ...] = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -244,11 +249,8 @@ def of_metrics() -> Iterator[Mutation]:
     """Yield mutations of a workdir's metrics.jsonl."""
     for what, line in LINES.items():
         content = ROWS.encode() + line + b"\n" + ROWS.encode()
-        yield Mutation(
-            f"metrics.jsonl: {what}",
-            lambda folder, content=content: replace(folder / "metrics.jsonl", content),
-            "metrics.jsonl:3",
-        )
+        applied = functools.partial(_write, "metrics.jsonl", content)
+        yield Mutation(f"metrics.jsonl: {what}", applied, "metrics.jsonl:3")
     yield Mutation(
         "metrics.jsonl: an incomplete last line",
         lambda folder: replace(folder / "metrics.jsonl", ROWS.encode() + b'{"st'),

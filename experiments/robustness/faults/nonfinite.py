@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by it
 import numpy as np
@@ -120,7 +121,7 @@ def _draft_that_turns_nan(folder: pathlib.Path) -> Finding:
     command = main_py(CONFIG, folder / "draft", {**SMALL, **draft, "steps": 4})
     ended = _end([command[0], "-c", NAN_IN_STEP_2, *command[2:]], folder)
     finding = ends_well(tried, ended)
-    rows = read_metrics(str(folder / "draft"))
+    rows: Any = read_metrics(str(folder / "draft"))
     rang = [row["step"] for row in rows if row.get("alarm/acceptance")]
     if finding.outcome == "failed" or [row["step"] for row in rows] != list(range(5)):
         return finding._replace(outcome="failed", said=finding.said or f"rows of steps {[row['step'] for row in rows]}")

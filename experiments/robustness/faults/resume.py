@@ -61,4 +61,4 @@ def main(whole: pathlib.Path, workdirs: list[pathlib.Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(*[pathlib.Path(sys.argv[1]), [pathlib.Path(name) for name in sys.argv[2:]]])
+    main(pathlib.Path(sys.argv[1]), [pathlib.Path(name) for name in sys.argv[2:]])

@@ -207,10 +207,11 @@ def _commands(folder: pathlib.Path) -> Iterator[Finding]:
         "step 1: the reward failed for all 16 responses; the first: error: ValueError: the judge is gone; no checkpoint"
     )
     yield is_refused("main.py with a reward that fails from the first step on", _main(folder, "later"), said)
-    for name, checks in {
+    trained: dict[str, dict[str, float | None]] = {
         "graded": {"reward/mean": 0.5, "reward/accuracy": 0.0, "reward/part/format": 1.0, "reward/unscored": 0},
         "numbers": {"reward/unscored": None},
-    }.items():
+    }
+    for name, checks in trained.items():
         yield _trained(f"main.py with the reward {name}", _main(folder, name), folder / name, checks)
     yield _killed(folder)
 

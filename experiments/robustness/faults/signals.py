@@ -66,17 +66,16 @@ class Case(NamedTuple):
 PROGRAMS = Moment(text="engine program decode", seconds=3.0)
 PRETRAIN, DRAFT = "configs/pretrain_tiny.py:smoke", "configs/draft_tiny.py:smoke"
 LONG_EVALUATION = RUN | {"eval.samples": LONG}
-TWICE = {"signals": (INT, INT), "status": 130}
 EVALUATE = TINY | {"task": "evaluate", "eval.samples": LONG}
 GENERATE = TINY | {"task": "generate", "generate.samples": LONG}
 BENCHMARK = TINY | {"task": "benchmark", "benchmark.rounds": 1000}
 # Nothing that could be resumed; a line says so.
 SHORT = [
     Case("SIGTERM while programs are compiled", Moment(text="engine program"), RUN),
-    Case("two Ctrl-C while programs are compiled", Moment(text="engine program"), RUN, **TWICE),
+    Case("two Ctrl-C while programs are compiled", Moment(text="engine program"), RUN, signals=(INT, INT), status=130),
     Case("SIGTERM in the evaluation before training", PROGRAMS, LONG_EVALUATION),
     Case("Ctrl-C in the evaluation before training", PROGRAMS, LONG_EVALUATION, signals=(INT,)),
-    Case("two Ctrl-C in an evaluation", PROGRAMS, LONG_EVALUATION, **TWICE),
+    Case("two Ctrl-C in an evaluation", PROGRAMS, LONG_EVALUATION, signals=(INT, INT), status=130),
     Case("SIGTERM in task=evaluate", Moment(seconds=4), EVALUATE),
     Case("SIGTERM in task=generate", PROGRAMS, GENERATE),
     Case("SIGUSR2 in task=benchmark", Moment(text="step 1/"), BENCHMARK, signals=(USR2,)),
@@ -118,7 +117,7 @@ def findings(folder: pathlib.Path) -> Iterator[Finding]:
             command(folder, workdir, RUN | {"steps": 1})
         finding = judged(case, *interrupted(case, folder, workdir))
         if finding.outcome == "survived":
-            ended = command(folder, workdir, case.overrides | {"eval.samples": 1, "eval.every": 2})
+            ended = command(folder, workdir, {**case.overrides, "eval.samples": 1, "eval.every": 2})
             found = differences(workdir, whole["async" if "pipeline.mode" in case.overrides else "sync"])
             finding = finding._replace(bit_equal=ended.status == 0 and not found)
             if ended.status != 0 or found:

@@ -1,8 +1,59 @@
-"""Values that several configs share, on top of the defaults of `specrl_jax.config`."""
+"""The shipped configs: where they are, and the values that several of them share."""
+
+import importlib.util
+import pathlib
+import types
 
 from ml_collections import ConfigDict
 
 from specrl_jax.config import base
+from specrl_jax.errors import InputError
+
+# In an installed package they are a package beside this one, in a clone the folder configs/.
+_PACKAGE = pathlib.Path(__file__).parents[1]
+FOLDER = next(folder for folder in (_PACKAGE / "recipes", _PACKAGE.parent / "configs") if folder.is_dir())
+
+
+def names() -> list[str]:
+    """Return the names of the shipped configs."""
+    return sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+
+
+def find(config: str) -> str:
+    """Return FILE.py[:variant] of `config`, a file or the name of a shipped config. Raises InputError for neither."""
+    path, colon, variant = config.partition(":")
+    name = pathlib.Path(path).stem
+    if path.endswith(".py"):
+        if not pathlib.Path(path).exists() and name in names():
+            raise InputError(f"--config {config}: no such file; what is shipped goes by its name: --config {name}")
+        return config
+    if path not in names():
+        known = ", ".join(names())
+        raise InputError(f"--config {config}: neither a file, which ends in .py, nor a shipped config: {known}")
+    return f"{FOLDER / path}.py{colon}{variant}"
+
+
+def load(name: str) -> types.ModuleType:
+    """Return the module of a shipped config."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def with_found(argv: list[str]) -> list[str]:
+    """Return a command line whose `--config NAME` is the file of that config. Raises InputError as `find`."""
+    found = list(argv)
+    for i, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag in ("--config", "-config"):
+            if equals:
+                found[i] = f"{flag}={find(value)}"
+            elif i + 1 < len(argv):
+                found[i + 1] = find(argv[i + 1])
+    return found
+
 
 # The text around each problem of DAPO-Math-17k, for files that hold the problem alone.
 DAPO_TEMPLATE = (

@@ -1,0 +1,202 @@
+"""Every command of experiments/ that a page names runs at a small size, or says in one line what it lacks.
+
+TABLE has the modules. A page that names another one, or an entry that no page names, fails a fast test.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from experiments.engine.peers import save_random
+from specrl_jax.models.qwen3 import PRESETS
+from tests.helpers.runs import ROOT, finished_run, process_environment
+from tests.test_commands import PAGES, commands
+
+
+class Runs(NamedTuple):
+    """Arguments with which a module ends well."""
+
+    arguments: str = "--small"
+
+
+class Says(NamedTuple):
+    """Arguments with which a module ends in one line on what it lacks, and a part of that line."""
+
+    arguments: str
+    line: str
+
+
+class Tested(NamedTuple):
+    """The test that runs a module at a small size."""
+
+    file: str
+
+
+OUTPUT = "--small --output out"
+STORED = Runs("")  # reads rows of the tree and draws them: takes seconds as it is
+# What minutes of training make, or another environment.
+NO_CHECKPOINTS = Says("--small", "no such file or folder|no checkpoint|no config.json")
+TABLE = {
+    "accelerator": [Tested("test_accelerator.py")],
+    "accelerator.attention_parts": [Says("", "no GPU")],
+    "accelerator.constants": [Tested("test_accelerator_constants.py")],
+    "accuracy_parity.plot": [STORED],
+    "async_lag.plot": [STORED],
+    "demo.report": [STORED],
+    "demo.same_tokens": [Runs("runs/rlzero_tiny runs/rlzero_tiny")],
+    "draft_init.offline": [Runs()],
+    "draft_init.plot": [STORED],
+    "draft_kinds.plot": [STORED],
+    "draft_length.plot": [STORED],
+    "drafters.acceptance": [Runs()],
+    "drafters.budget": [Runs()],
+    "drafters.costs": [Runs()],
+    "drafters.speed": [Runs()],
+    "drafters.table": [STORED],
+    "drafting_method.plot": [STORED],
+    "early_rollouts.formula": [NO_CHECKPOINTS],
+    "early_rollouts.kept": [NO_CHECKPOINTS],
+    "early_rollouts.lookahead": [NO_CHECKPOINTS],
+    "engine.block_gain": [Runs()],
+    "engine.controller": [Runs()],
+    "engine.costs": [Runs()],
+    "engine.divergence": [Runs(OUTPUT)],
+    "engine.live": [Tested("test_live.py")],
+    "engine.logprobs": [Runs()],
+    "engine.memory": [Runs()],
+    "engine.peers": [Runs(OUTPUT), Says(f"{OUTPUT} --tunix nowhere/python", "--tunix nowhere/python: No such file")],
+    "engine.router_replay": [Runs("--small --policy runs/nano_moe"), Says("--policy nowhere", "nowhere")],
+    "engine.speedup": [Runs()],
+    "environments.speculation": [Runs("--small --policy - --head -")],
+    "environments.throughput": [Runs(OUTPUT)],
+    "grpo_step.compare": [Runs(), Says("--trl nowhere/python", "--trl nowhere/python: No such file")],
+    "grpo_step.losses": [Says(f"{OUTPUT} --trl {sys.executable}", "--trl: (trl|torch): not installed")],
+    "grpo_step.packing": [Runs(OUTPUT)],
+    "grpo_step.rows": [Runs(OUTPUT)],
+    "kernels.run": [Tested("test_kernels_run.py"), Says("--output out", "a Hopper or newer GPU or a TPU is needed")],
+    "launch": [Tested("test_launch.py")],
+    "online_adaptation.report": [STORED],
+    "online_adaptation.share": [Runs()],
+    "quantized_rollouts.plot": [STORED],
+    "report": [Runs("--output out"), Runs("--run runs/rlzero_tiny --output out")],
+    "reproduce": [Tested("test_reproduce.py"), Runs("--dry_run")],
+    "rlzero_tiny.report": [STORED],
+    "rlzero_tiny.speedup": [Runs(f"{OUTPUT} --workdir runs/rlzero_tiny")],
+    "robustness.digest_cost": [Runs()],
+    "robustness.faults": [Runs("--only nonfinite --output out")],
+    "robustness.kills": [Runs(OUTPUT)],
+    "robustness.private_slurm": [Tested("test_private_slurm.py")],
+    "robustness.rewards": [Runs(f"{OUTPUT} --gsm8k runs/gsm8k"), Says("--gsm8k nowhere --output out", "nowhere")],
+    "robustness.same_run": [Runs(f"--small --against {ROOT}")],
+    "robustness.sandbox": [Runs()],
+    "rooms.acceptance": [Runs()],
+    "rooms.drift": [STORED],
+    "scale_projection.grid": [Runs()],
+    "scale_projection.updates": [Runs()],
+    "scale_projection.validate": [Runs()],
+    "step_breakdown.plot": [STORED],
+    "step_breakdown.train_phase": [Runs(OUTPUT)],
+    "structure": [STORED],
+    "traces.clocks": [STORED],
+    "traces.costs": [Runs()],
+    "traces.predict": [Runs(f"{part} --small") for part in ("costs", "predict", "measure", "judge")],
+    "traces.record": [Runs()],
+    "unembedding.memory": [Runs()],
+    "verification_rules.plot": [STORED],
+}
+# Programs that run under the Python of another environment, which a command of the table starts.
+PEERS = ("grpo_step.peer_trl", "grpo_step.peer_tunix", "grpo_step.losses_trl", "engine.peer_tunix")
+CASES = [(module, case) for module, cases in TABLE.items() for case in cases if not isinstance(case, Tested)]
+TESTED = [(module, case.file) for module, cases in TABLE.items() for case in cases if isinstance(case, Tested)]
+LARGE = 1 << 20  # bytes
+
+
+def named(folder):
+    """Return the modules of experiments/ that pages name."""
+    words = [command.words for page in PAGES for command in commands(page.read_text(), folder)[0]]
+    modules = {line[2] for line in words if line[:2] == ["python", "-m"] and len(line) > 2}
+    return {name.removeprefix("experiments.") for name in modules if name.startswith("experiments.")}
+
+
+def test_the_table_has_what_pages_name(tmp_path):
+    assert named(tmp_path) == TABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [(name, case.file) for name, cases in TABLE.items() for case in cases if isinstance(case, Tested)],
+)
+def test_a_module_with_a_test_of_its_own_is_in_it(module, file):
+    text = (ROOT / "tests/experiments" / file).read_text()
+    assert f"experiments.{module}" in text or module.rpartition(".")[2] in text.split("import", 1)[1]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of what the commands read and write, with what other commands of the pages make, as far as it is small."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("configs", "kernels_pallas", "main.py", "specrl_jax"):
+        (folder / name).symlink_to(ROOT / name)
+    for path in ROOT.joinpath("experiments").rglob("*"):
+        if "__pycache__" in path.parts or path.is_dir():
+            continue
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.stat().st_size > LARGE:
+            copy.symlink_to(path)
+        else:
+            shutil.copyfile(path, copy)
+    runs = folder / "runs"
+    runs.mkdir()
+    for path in (ROOT / "experiments/rooms/carried").iterdir():
+        (runs / path.name).symlink_to(path)
+    shutil.copytree(finished_run(tmp_path_factory)[0], runs / "rlzero_tiny")
+    save_random(str(runs / "nano_moe"), PRESETS["nano_moe"])
+    (runs / "gsm8k").mkdir()
+    row = {"question": "How many are 9 and 9?", "answer": "Nine and nine are <<9+9=18>>18.\n#### 18"}
+    for split in ("train", "test"):
+        (runs / "gsm8k" / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    return folder
+
+
+def start(tree, module, arguments):
+    command = [sys.executable, "-m", f"experiments.{module}", *arguments.split()]
+    environment = process_environment() | {"PYTHONPATH": str(tree), "MPLBACKEND": "Agg"}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+
+
+def state(folder):
+    """Return when each file of the results was written."""
+    return {path: os.stat(path).st_mtime_ns for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "case"), [pytest.param(*case, id=f"{case[0]} {case[1].arguments}".strip()) for case in CASES]
+)
+def test_a_command_runs_at_a_small_size_or_says_what_it_lacks(module, case, tree):
+    before = state(tree / "experiments")
+    done = start(tree, module, case.arguments)
+    if isinstance(case, Runs):
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "--small" not in case.arguments or state(tree / "experiments") == before
+    else:
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()
+        assert len(last) == 1, done.stderr[-2000:]
+        assert re.search(f"^error: .*({case.line})", last[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", PEERS)
+def test_a_program_of_another_environment_says_what_it_needs(module, tree):
+    done = start(tree, module, "--help")
+    if done.returncode:  # this environment lacks it
+        (line,) = done.stderr.strip().splitlines()
+        assert line.startswith("error: ") and "not installed" in line and "==" in line
