@@ -21,8 +21,8 @@ class Published(NamedTuple):
 
 
 SKYRL = (
-    "SkyRL documentation, Faster Rollouts with MTP Speculative Decoding: Qwen3.5-9B, 8 H100, k = 3; eager on both sides, "
-    "without vLLM's graphs"
+    "SkyRL documentation, Faster Rollouts with MTP Speculative Decoding: Qwen3.5-9B, 8 H100, k = 3; eager on both "
+    "sides, without vLLM's graphs"
 )
 SGLANG = "arXiv 2503.01840, Table 3: throughput of LLaMA-3.1-8B in SGLang, one H100, MT-bench, chains of 3"
 VLLM = "vllm#62258, October 2026, second hand: Qwen3-8B with a real head, one H100, the best k"
