@@ -101,6 +101,23 @@ def test_the_readme_has_at_most_ten_kilobytes():
     assert (ROOT / "README.md").stat().st_size <= 10_240
 
 
+@pages
+def test_the_one_figure_says_in_its_sentence_what_was_set(page):
+    """Random weights accept nothing: without these words it reads as the gain of a trained draft."""
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z`*])|\n\n|\n(?=[|*-] )", page.read_text())
+    claims = [" ".join(sentence.split()) for sentence in sentences if re.search(r"2\.36\s+times", sentence)]
+    assert all("with random weights, acceptance set to" in c.lower() and "0.87" in c for c in claims), claims
+    assert claims or page != ROOT / "README.md"
+
+
+def test_every_system_of_the_readmes_table_has_its_copy_and_date_on_the_page_of_sources():
+    """A column of README.md's table names a system, and docs/comparison.md which commit of which day was read."""
+    header = re.search(r"^\| \| here \|(.*)\|$", (ROOT / "README.md").read_text(), re.M)[1]
+    sources = (ROOT / "docs/comparison.md").read_text()
+    for system in (cell.strip() for cell in header.split("|")):
+        assert re.search(rf"^\| \[{system}\].*\| `[0-9a-f]{{7}}`, \d+ \w+ 2026 \|$", sources, re.M), system
+
+
 def shown_command(words):
     """Return the one shown command that contains `words`, with its continued lines."""
     command = re.compile(r"^python main\.py (?:.*\\\n)*.*$", re.M)

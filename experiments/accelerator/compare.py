@@ -20,8 +20,12 @@ class Published(NamedTuple):
     source: str
 
 
-SKYRL = "SkyRL documentation, Faster Rollouts with MTP Speculative Decoding: Qwen3.5-9B, 8 H100, k = 3"
+SKYRL = (
+    "SkyRL documentation, Faster Rollouts with MTP Speculative Decoding: Qwen3.5-9B, 8 H100, k = 3; eager on both "
+    "sides, without vLLM's graphs"
+)
 SGLANG = "arXiv 2503.01840, Table 3: throughput of LLaMA-3.1-8B in SGLang, one H100, MT-bench, chains of 3"
+VLLM = "vllm#62258, October 2026, second hand: Qwen3-8B with a real head, one H100, the best k"
 # Their policies, lengths, machines and acceptance differ from ours: they are for orientation.
 PUBLISHED = (
     Published("NeMo-RL, EAGLE-3, rollouts", None, 1.77, "arXiv 2604.26779, Table 1: Qwen3-8B, 32 GB200, k = 3"),
@@ -30,6 +34,7 @@ PUBLISHED = (
     Published("SkyRL, MTP, steps", None, 1.62, "the same"),
     Published("SGLang, EAGLE-3", 1, 373.25 / 158.34, "arXiv 2503.01840, Table 4: the same model and GPU, trees"),
     *(Published("SGLang, EAGLE-3", B, x, SGLANG) for B, x in ((2, 1.81), (4, 1.82), (8, 1.62), (16, 1.48), (32, 1.32))),
+    *(Published("vLLM 0.31, EAGLE-3", B, x, VLLM) for B, x in ((1, 355 / 125), (8, 2148 / 898), (32, 7317 / 2726))),
 )
 
 

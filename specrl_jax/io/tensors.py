@@ -25,6 +25,7 @@ import safetensors.numpy
 from specrl_jax.core import Params
 from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import ConfigJson
+from specrl_jax.io.split_bytes import Reader
 from specrl_jax.json_files import INDEX_BYTES, Checked, check, read_json, require_regular
 from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.sharding import Partitioner
@@ -73,20 +74,18 @@ class TensorFolder:
             raise InputError(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
         for path in sorted({self._files[name] for name in wanted}):
             with self._open(path) as file:
-                present = set(file.keys())
+                present = set(file.names)
                 for name, shape in wanted.items():
                     if self._files[name] != path:
                         continue
                     if name not in present:
                         raise InputError(f"{self.key}: {INDEX} says {path} holds {name}, and it does not")
-                    header = file.get_slice(name)
-                    if (found := tuple(header.get_shape())) != shape:
+                    found, dtype = file.shape_and_dtype(name)
+                    if found != shape:
                         raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
-                    if header.get_dtype() not in FLOATING:
+                    if dtype not in FLOATING:
                         kinds = ", ".join(FLOATING)
-                        raise InputError(
-                            f"{self.key}: {name} in {path} is {header.get_dtype()}; one of {kinds} is needed"
-                        )
+                        raise InputError(f"{self.key}: {name} in {path} is {dtype}; one of {kinds} is needed")
 
     def load(self, specs: Specs, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
         """Read the tree of `specs`, laid out by `partition`; dtype None = each tensor's own. Every value is finite."""
@@ -122,7 +121,7 @@ class TensorFolder:
             return {name: places[file] for name, file in index.weight_map.items()}
         path = self._require(SINGLE)
         with self._open(path) as file:
-            return dict.fromkeys(file.keys(), path)
+            return dict.fromkeys(file.names, path)
 
     def _require(self, name: str) -> str:
         if not os.path.isdir(self.path):
@@ -133,9 +132,9 @@ class TensorFolder:
         require_regular(path, f"{self.key}: ")
         return path
 
-    def _open(self, path: str) -> safetensors.safe_open:
+    def _open(self, path: str) -> Reader:
         try:
-            return safetensors.safe_open(path, framework="numpy")
+            return Reader(safetensors.safe_open(path, framework="numpy"), f"{self.key}: {path}: ")
         except Exception as error:  # the library's own error type changed its home between versions
             raise InputError(f"{self.key}: {path} is not a readable safetensors file: {error}") from None
 
