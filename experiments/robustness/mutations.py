@@ -12,6 +12,7 @@ with status 1 if anything was missed, or if the table does not fit the checkout.
 import argparse
 import ast
 import functools
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -25,11 +26,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import hypothesis
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = pathlib.Path(__file__).with_suffix(".toml")
 SMALL = 3
 # Seconds of a test: a mutation may make a loop that does not end.
 TIMEOUT = 300
+# Imported once, before the processes of the tests are forked: most of what a short test would take.
+_FORKS = multiprocessing.get_context("forkserver")
+PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "jax.experimental.pallas",
+    "flax",
+    "optax",
+    "orbax.checkpoint",
+    "grain",
+    "scipy.stats",
+]
 # What an exception in a JUnit file begins with where a test's assertion, or its pytest.raises, failed.
 ASSERTIONS = ("assert ", "AssertionError", "Failed: DID NOT RAISE")
 
@@ -94,20 +110,39 @@ def run_tests(tests: Iterable[str], folder: pathlib.Path, *, stop_at_first: bool
 
     Those marked `long` are left out, since they are further cases of others.
     """
-    report = folder / "mutation-report.xml"
+    report, output = folder / "mutation-report.xml", folder / "mutation-output.txt"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not long"]
-    command += [f"--timeout={TIMEOUT}", f"--junitxml={report}", *(["-x"] if stop_at_first else []), *tests]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    output = (done.stdout + done.stderr).strip()[-2000:]
+    arguments = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not long", "--hypothesis-profile=unshrunk"]
+    arguments += [f"--timeout={TIMEOUT}", f"--junitxml={report}", *(["-x"] if stop_at_first else []), *tests]
+    process = _FORKS.Process(target=_pytest, args=(str(folder), arguments, str(output)))
+    process.start()
+    process.join()
+    said = output.read_text(errors="replace").strip()[-2000:] if output.is_file() else ""
     if not report.is_file():  # the process has died
-        return 0, [Verdict(False, f"pytest ended with status {done.returncode} and no report")], output
+        return 0, [Verdict(False, f"pytest ended with status {process.exitcode} and no report")], said
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     by_case = [list(_verdicts(case)) for case in cases]
     verdicts = [verdict for found in by_case for verdict in found]
     if not cases:
-        verdicts.append(Verdict(False, f"no test ran, pytest ended with status {done.returncode}"))
-    return by_case.count([]), verdicts, output
+        verdicts.append(Verdict(False, f"no test ran, pytest ended with status {process.exitcode}"))
+    return by_case.count([]), verdicts, said
+
+
+def _pytest(folder: str, arguments: Sequence[str], output: str) -> None:
+    """Run pytest in a checkout, in a process of its own that has imported nothing of another one."""
+    file = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(folder)
+    sys.path[:] = [folder, *(path for path in sys.path if pathlib.Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "experiments"]:  # this module's own
+        del sys.modules[name]
+    sys.dont_write_bytecode = False  # the next process reads what this one compiles
+    # As in tests/conftest.py, but the first example that fails will do.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    settings = {"deadline": None, "derandomize": True, "max_examples": 50}
+    hypothesis.settings.register_profile("unshrunk", phases=phases, **settings)
+    sys.exit(pytest.main(list(arguments)))
 
 
 def _verdicts(case: ElementTree.Element) -> Iterator[Verdict]:
@@ -138,8 +173,10 @@ def try_mutation(mutation: Mutation, folder: pathlib.Path) -> Verdict:
 def try_all(mutations: Sequence[Mutation], root: pathlib.Path, say: Callable[[str], None]) -> int:
     """Try mutations in a copy of the checkout at `root`; return how many were missed, all if tests fail before."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
-        folder = pathlib.Path(name)
+        folder = pathlib.Path(name).resolve()
         copy_checkout(root, folder)
+        os.environ["JAX_PLATFORMS"] = "cpu"  # as tests/conftest.py, but before jax is imported
+        _FORKS.set_forkserver_preload(PRELOADED)
         start = time.monotonic()
         passed, verdicts, output = run_tests(
             sorted({test for m in mutations for test in m.tests}), folder, stop_at_first=False
