@@ -61,7 +61,6 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         super().__init__(engine, params, scheduler, seed, version)
         self._turns, self._longest, self._on_progress = turns, longest, on_progress
         self._waiting: dict[int, _Waiting] = {}  # by request
-        self._begins: dict[int, int] = {}  # where a request's turn begins; the first one does behind the prompt
         self._written: list[list[slice]] = [[] for _ in range(scheduler.total)]  # of each request, by its environment
         self._prefilled = np.zeros(scheduler.total, np.int32)  # behind the prompt, or again
 
@@ -103,12 +102,14 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         """Ask the environments of rows that have ended a turn."""
         if not len(rows):
             return
-        tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
-        eos, stopped = how_ended(tokens, prompts, lengths, self._engine.eos_ids, self._engine.stops)
+        slots = self.slots
+        found = self._fetch((slots.tokens, slots.prompt_length, slots.turn_start, slots.length))
+        tokens, prompts, starts, lengths = found
+        eos, stopped = how_ended(tokens, starts, lengths, self._engine.eos_ids, self._engine.stops)
         for row in rows:
-            request, prompt, length = int(self.scheduler.owner[row]), int(prompts[row]), int(lengths[row])
-            turn = tokens[row, self._begins.get(request, prompt) : length].copy()
-            self._waiting[request] = _Waiting(prompt, length, time.monotonic())
+            request, length = int(self.scheduler.owner[row]), int(lengths[row])
+            turn = tokens[row, starts[row] : length].copy()
+            self._waiting[request] = _Waiting(int(prompts[row]), length, time.monotonic())
             self._turns.ask(Turn(request, turn, bool(eos[row] | stopped[row]), bool(eos[row])))
 
     def _hear(self, seconds: float) -> None:
@@ -170,9 +171,8 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
     def _note(self, request: int, start: int, count: int) -> None:
         """Note that a request goes on behind `count` tokens, its cache prefilled from position `start`."""
         length = self._waiting.pop(request).length
-        end = self._begins[request] = length + count
-        self._written[request].append(slice(length, end))
-        self._prefilled[request] += end - 1 - start
+        self._written[request].append(slice(length, length + count))
+        self._prefilled[request] += length + count - 1 - start
 
     def _more_pages(self, waiting: _Waiting, held: int) -> int:
         """Return how many pages a request needs beside those that it holds, for what its environment said."""

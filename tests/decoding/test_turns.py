@@ -75,7 +75,7 @@ def by_hand(prompt, stop=b""):
         while len(tokens) < min(begin + 5, limit):
             tokens.append(int(np.argmax(logits_after(TABLE, tokens))))
             marks.append(False)
-            spelled = [SPELLED[token] or b"|" for token in tokens[len(prompt) :]]  # no text goes on behind b""
+            spelled = [SPELLED[token] or b"|" for token in tokens[begin:]]  # no text goes on behind b""
             text, before = b"".join(spelled), len(b"".join(spelled[:-1]))
             stopped = bool(stop) and text.find(stop, max(0, before - len(stop) + 1)) >= 0
             if ended := tokens[-1] == EOS or stopped:
@@ -89,8 +89,8 @@ def by_hand(prompt, stop=b""):
 @pytest.mark.parametrize("stop", [b"", b"xx"])
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_greedy_rollouts_are_those_of_plain_python(drafter, stop):
-    """A turn ends with an end-of-text token or a stop text, which may begin in what the environment wrote."""
-    found, talk = run(drafter, temperature=0.0, stop=[stop] if stop else ())
+    """A turn ends with an end-of-text token or a stop text; one that begins in what the environment wrote is none."""
+    found, talk = run(drafter, temperature=0.0, stop=[stop] if stop else (), chunk=2)
     assert any(turn.ended and not turn.eos for turn in talk.asked) == bool(stop)
     for row, index in enumerate(found.prompt_index):
         tokens, marks = by_hand(PROMPTS[index], stop)
