@@ -152,7 +152,7 @@ class GRPOConfig:
         low=0,
         high=65_536,
     )
-    mask_truncated: bool = key(False, "exclude responses cut at the limit from the loss")
+    mask_truncated: bool = key(False, "exclude responses and conversations that a limit cut from the loss")
     overlong_buffer: int = key(
         0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0, high=LONGEST
     )

@@ -27,11 +27,13 @@ def rollout_fields(slots: Slots) -> dict[str, Any]:
 
 
 def how_ended(
-    tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, eos_ids: Iterable[int], stops: StopTexts | None
+    tokens: np.ndarray, start: np.ndarray, length: np.ndarray, eos_ids: Iterable[int], stops: StopTexts | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Say which responses [R] bool of tokens [R, S] end by an end-of-text token, and which by a stop text."""
-    eos = np.isin(tokens[np.arange(len(tokens)), length - 1], list(eos_ids)) & (length > prompt_length)
-    return eos, np.zeros_like(eos) if stops is None else stops.end(tokens, prompt_length, length)
+    """Say which responses or turns [R] bool, columns `start` to `length` of tokens [R, S], end by an end-of-text token,
+    and which by a stop text.
+    """
+    eos = np.isin(tokens[np.arange(len(tokens)), length - 1], list(eos_ids)) & (length > start)
+    return eos, np.zeros_like(eos) if stops is None else stops.end(tokens, start, length)
 
 
 class Collected:

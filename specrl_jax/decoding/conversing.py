@@ -61,9 +61,9 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         super().__init__(engine, params, scheduler, seed, version)
         self._turns, self._longest, self._on_progress = turns, longest, on_progress
         self._waiting: dict[int, _Waiting] = {}  # by request
-        self._begins: dict[int, int] = {}  # where a request's turn begins; the first one does behind the prompt
         self._written: list[list[slice]] = [[] for _ in range(scheduler.total)]  # of each request, by its environment
         self._prefilled = np.zeros(scheduler.total, np.int32)  # behind the prompt, or again
+        self._ended = np.zeros(scheduler.total, bool)  # a request's last turn, and its environment goes on no more
 
     @property
     def active(self) -> np.ndarray:
@@ -92,35 +92,41 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         return self.running > 0
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
-        """Return all rollouts; what their environments wrote is marked."""
+        """Return all rollouts; what their environments wrote is marked, and one that a limit ended has not `ended`."""
         found = super().rollouts(samples, version)
-        for request, parts in enumerate(self._written[: len(found.length)]):
+        total = len(found.length)
+        for request, parts in enumerate(self._written[:total]):
             for part in parts:
                 found.environment[request, part] = True
-        return dataclasses.replace(found, prefilled=found.prefilled + self._prefilled[: len(found.length)])
+        prefilled, ended = found.prefilled + self._prefilled[:total], found.finished & self._ended[:total]
+        return dataclasses.replace(found, prefilled=prefilled, ended=ended)
 
     def _end(self, rows: np.ndarray) -> None:
         """Ask the environments of rows that have ended a turn."""
         if not len(rows):
             return
-        tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
-        eos, stopped = how_ended(tokens, prompts, lengths, self._engine.eos_ids, self._engine.stops)
+        slots = self.slots
+        found = self._fetch((slots.tokens, slots.prompt_length, slots.turn_start, slots.length))
+        tokens, prompts, starts, lengths = found
+        eos, stopped = how_ended(tokens, starts, lengths, self._engine.eos_ids, self._engine.stops)
         for row in rows:
-            request, prompt, length = int(self.scheduler.owner[row]), int(prompts[row]), int(lengths[row])
-            turn = tokens[row, self._begins.get(request, prompt) : length].copy()
-            self._waiting[request] = _Waiting(prompt, length, time.monotonic())
-            self._turns.ask(Turn(request, turn, bool(eos[row] | stopped[row]), bool(eos[row])))
+            request, length = int(self.scheduler.owner[row]), int(lengths[row])
+            turn = tokens[row, starts[row] : length].copy()
+            self._waiting[request] = _Waiting(int(prompts[row]), length, time.monotonic())
+            self._ended[request] = eos[row] | stopped[row]
+            self._turns.ask(Turn(request, turn, bool(self._ended[request]), bool(eos[row])))
 
     def _hear(self, seconds: float) -> None:
         """Take the answers of environments; wait up to `seconds` for the first."""
-        for request, tokens in self._turns.answers(seconds):
+        for request, tokens, cut in self._turns.answers(seconds):
             waiting = self._waiting[request]
             # The policy needs a token more.
-            if tokens is None or waiting.length + len(tokens) >= waiting.prompt + self._longest[request]:
-                del self._waiting[request]
-                self._finish(request)
-            else:
+            if tokens is not None and waiting.length + len(tokens) < waiting.prompt + self._longest[request]:
                 waiting.answer = tokens
+                continue
+            self._ended[request] &= tokens is None and not cut
+            del self._waiting[request]
+            self._finish(request)
 
     def _finish(self, request: int) -> None:
         """Collect a rollout that has ended, from its slot or from the host."""
@@ -170,9 +176,8 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
     def _note(self, request: int, start: int, count: int) -> None:
         """Note that a request goes on behind `count` tokens, its cache prefilled from position `start`."""
         length = self._waiting.pop(request).length
-        end = self._begins[request] = length + count
-        self._written[request].append(slice(length, end))
-        self._prefilled[request] += end - 1 - start
+        self._written[request].append(slice(length, length + count))
+        self._prefilled[request] += length + count - 1 - start
 
     def _more_pages(self, waiting: _Waiting, held: int) -> int:
         """Return how many pages a request needs beside those that it holds, for what its environment said."""

@@ -49,6 +49,7 @@ def extend(
         length=length,
         limit=jnp.where(chosen, new.limit, slots.limit),
         done=slots.done & ~chosen,
+        turn_start=jnp.where(chosen, length, slots.turn_start),
         lookup_cache=_append(slots, jnp.where(added, at, at.shape[1]), tokens, length),
         pool=pool,
         held=held,

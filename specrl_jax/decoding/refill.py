@@ -62,6 +62,7 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         greedy=jnp.zeros((B,), bool) if config.greedy else None,
         earlier=Earlier(zeros(B, S), zeros(B), zeros(B)) if config.earlier else None,
         last_pages=zeros(B, config.columns) if config.records else None,
+        turn_start=zeros(B) + 1 if config.turns else None,
     )
     return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
 
@@ -140,6 +141,7 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
         mask=slots.mask and dataclasses.replace(slots.mask, count=clear(slots.mask.count)),
         greedy=None if slots.greedy is None or batch.greedy is None else start(batch.greedy, slots.greedy),
         earlier=None if slots.earlier is None else _earlier(slots.earlier, batch, start),
+        turn_start=None if slots.turn_start is None else start(length, slots.turn_start),
     )
 
 

@@ -53,7 +53,9 @@ class Rollouts:
     draft_positions: np.ndarray
     prompt_length: np.ndarray  # [R] int32, tokens
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
-    ended: np.ndarray  # [R] bool, by end-of-text or a stop text; else cut at max_response_tokens, or not finished
+    # [R] bool, by end-of-text or a stop text, and the environment of a conversation went on no more; else cut by a
+    # limit, or not finished
+    ended: np.ndarray
     eos: np.ndarray  # [R] bool, the last token is an end-of-text token
     finished: np.ndarray  # [R] bool; False where the call ended before the rollout did
     environment: np.ndarray  # [R, S] bool, tokens of the response that an environment wrote

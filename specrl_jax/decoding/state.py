@@ -132,6 +132,7 @@ class Slots(Generic[Cache]):
     greedy: jax.Array | None = None  # [B] bool, rows that take the target's likeliest token; None: none
     earlier: Earlier | None = None  # None: rollouts begin at their prompts
     last_pages: jax.Array | None = None  # [B, P] int32, pages of a row when it ended; None: nothing is recorded
+    turn_start: jax.Array | None = None  # [B] int32, the first column of the row's turn; None: of its response
     stop_state: jax.Array | None = None  # [B] int32 of stop_texts.py, within a chunk; None: elsewhere, and without any
 
     @property

@@ -3,6 +3,7 @@
 The automaton of Aho and Corasick (1975) over bytes, with a transition for each token of the vocabulary: its state is
 the longest end of the response so far that begins one of the texts. So a text counts however tokens spell it, also one
 that ends inside a token or inside a block of accepted drafts, and the response ends with the token that completes it.
+Of a conversation each turn is searched by itself: what its environment wrote belongs to no text.
 """
 
 import dataclasses
@@ -40,22 +41,25 @@ class StopTexts:
         return jnp.stack(states, axis=1), jnp.stack(ended, axis=1)
 
     def begin(self, slots: Slots[Cache]) -> jax.Array:
-        """Return the state [B] int32 of every row, from the end of its response."""
+        """Return the state [B] int32 of every row, from the end of its turn; the first is that of its response."""
         table = jnp.asarray(self.table)
+        start = slots.prompt_length if slots.turn_start is None else slots.turn_start
 
         def step(i: jax.Array, state: jax.Array) -> jax.Array:
             place = slots.length - self.longest + i
             token = jnp.take_along_axis(slots.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
-            return jnp.where(place >= slots.prompt_length, table[state, token].astype(jnp.int32) % self.states, 0)
+            return jnp.where(place >= start, table[state, token].astype(jnp.int32) % self.states, 0)
 
         return jax.lax.fori_loop(0, self.longest, step, jnp.zeros_like(slots.length))
 
-    def end(self, tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Say which rows [R] bool of tokens [R, S] end with a token that completes a text in their responses."""
+    def end(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Say which rows [R] bool of tokens [R, S] end with a token that completes a text that begins at `start` [R]
+        or behind it.
+        """
         rows, state, value = np.arange(len(tokens)), np.zeros(len(tokens), int), np.zeros(len(tokens), int)
         for back in range(self.longest, 0, -1):
             place = length - back
-            value = np.where(place >= prompt_length, self.table[state, tokens[rows, np.maximum(place, 0)]], 0)
+            value = np.where(place >= start, self.table[state, tokens[rows, np.maximum(place, 0)]], 0)
             state = value % self.states
         return value >= self.states
 

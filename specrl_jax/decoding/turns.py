@@ -20,6 +20,7 @@ class Answer(NamedTuple):
 
     request: int
     tokens: Sequence[int] | None  # appended as they are, at least one; None: the rollout has ended
+    cut: bool = False  # by a limit: the environment would have gone on
 
 
 class Turns(Protocol):

@@ -105,13 +105,14 @@ class Conversations:
         log.outcomes.append(outcome)
         if outcome.messages is None:
             return Answer(request, None)
-        if not log.cut and len(log.turns) < self._config.turns:
+        cut = log.cut or len(log.turns) >= self._config.turns
+        if not cut:
             try:
                 return Answer(request, self._format.tokens(outcome.messages, log.eos))
             except InputError as error:
                 log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
         self._workers.release(log.conversation)
-        return Answer(request, None)
+        return Answer(request, None, cut)
 
     def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, waiting: Callable[[], None]) -> Scores:
         """Score rollouts `rows` of the call: what their environments gave, and the rewards of their last turns.
@@ -170,13 +171,12 @@ class Conversations:
     def _columns(self, logs: Sequence[_Log], rollouts: Rollouts) -> dict[str, np.ndarray]:
         """Return what is counted of each rollout, by name, [R] float32 each."""
         names = sorted({name for log in logs for outcome in log.outcomes for name in outcome.parts})
-        found: dict[str, Sequence[float]] = {
+        found: dict[str, Sequence[float] | np.ndarray] = {
             name: [sum(outcome.parts.get(name, 0.0) for outcome in log.outcomes) for log in logs] for name in names
         }
         found["turns"] = [len(log.turns) for log in logs]
         found["seconds"] = [log.seconds for log in logs]
-        # It would have gone on.
-        found["cut"] = [log.cut or log.outcomes[-1].messages is not None for log in logs]
+        found["cut"] = ~rollouts.ended
         found["failed"] = [log.failed is not None for log in logs]
         calls = [self._in_calls(log, rollouts, row) for row, log in enumerate(logs)]
         found["call_tokens"], found["call_drafts"] = ([pair[i] for pair in calls] for i in range(2))

@@ -94,8 +94,8 @@ def merge_rounds(rounds: list[ScoredRollouts]) -> ScoredRollouts:
 def select_groups(generated: ScoredRollouts, grpo: GRPOConfig) -> TrainingBatch:
     """Select P groups: those with reward variance first where several rounds were allowed, in order.
 
-    Groups without variance that fill up the batch are masked out of the loss, as are responses cut by the limit under
-    `grpo.mask_truncated`.
+    Groups without variance that fill up the batch are masked out of the loss, as are responses and conversations that a
+    limit cut under `grpo.mask_truncated`.
     """
     rollouts, rewards = generated.rollouts, generated.rewards
     varies = has_variance(rewards, grpo.group_size)

@@ -257,6 +257,7 @@ class Target:
             earlier=cast(Earlier, row),
             greedy=row,
             last_pages=table,
+            turn_start=row,
         )
 
     def prompt_shardings(self) -> Prompts:

@@ -18,7 +18,7 @@ from specrl_jax.decoding.extend import Extension
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
-from tests.helpers.conversations import Talk, said
+from tests.helpers.conversations import MOST_TURNS, Talk, said
 from tests.helpers.exact import sequences
 from tests.helpers.toys import logits_after, watched
 
@@ -28,11 +28,11 @@ SPELLED = [b"x", b"yx", b""]
 TABLE = TARGET.astype(np.float64)
 
 
-def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, stop=(), **sizes):
+def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, stop=(), longest=LONGEST, **sizes):
     cell = Cell(drafter, "coupled", temperature, 0, 0.9 if temperature else 1.0, "may end", "inside")
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
     sizes = {"num_slots": 40, "chunk": 5, "page_tokens": 4, "prefill_tokens": 3} | sizes
-    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=LONGEST, turns=True, **lookup, **sizes)
+    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=longest, turns=True, **lookup, **sizes)
     more = {"devices": devices} if devices > 1 else {}
     if stop:
         more["stops"] = make_stop_texts(stop, SPELLED)
@@ -40,7 +40,7 @@ def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, sto
     with jax.enable_x64(True):
         engine = make_engine(cell, limits, k, np.float64, **more)
         names = watched(engine)
-        history = history_of(PROMPTS, LONGEST, EOS)
+        history = history_of(PROMPTS, longest, EOS)
         found = engine.generate(TABLE, PROMPTS, SAMPLES, seed=5, history=history, turns=talk)
     if seen is not None:
         seen += names
@@ -63,39 +63,49 @@ def test_the_rollouts_compared_have_one_to_three_turns():
     turns = np.array([sum(turn.request == i for turn in talk.asked) for i in range(len(found.length))])
     assert set(turns) == {1, 2, 3}
     assert found.environment.sum() > 60
-    assert (~found.ended).any()  # a turn was cut
+    assert not all(turn.ended for turn in talk.asked)
+    last = {turn.request: turn for turn in talk.asked}
+    by_environment = [last[i].ended and turns[i] < MOST_TURNS for i in range(len(turns))]
+    np.testing.assert_array_equal(found.ended, by_environment)
+    assert 0 < found.ended.sum() < np.sum([turn.ended for turn in last.values()])
 
 
-def by_hand(prompt, stop=b""):
-    """Return the greedy conversation in plain Python: tokens, and which of them the environment wrote."""
+def by_hand(prompt, stop, longest):
+    """Return the greedy conversation in plain Python: tokens, which of them the environment wrote, and whether it ended
+    before any limit.
+    """
     tokens, marks, number = list(prompt), [False] * len(prompt), 0
-    limit = len(prompt) + LONGEST
+    limit = len(prompt) + longest
     while True:
         number, begin = number + 1, len(tokens)
         while len(tokens) < min(begin + 5, limit):
             tokens.append(int(np.argmax(logits_after(TABLE, tokens))))
             marks.append(False)
-            spelled = [SPELLED[token] or b"|" for token in tokens[len(prompt) :]]  # no text goes on behind b""
+            spelled = [SPELLED[token] or b"|" for token in tokens[begin:]]  # no text goes on behind b""
             text, before = b"".join(spelled), len(b"".join(spelled[:-1]))
             stopped = bool(stop) and text.find(stop, max(0, before - len(stop) + 1)) >= 0
             if ended := tokens[-1] == EOS or stopped:
                 break
         answer = said(tokens[begin:], number, V) if ended else None
         if answer is None or len(tokens) + len(answer) >= limit:
-            return tokens, marks
+            return tokens, marks, ended and answer is None and number < MOST_TURNS
         tokens, marks = tokens + answer, marks + [True] * len(answer)
 
 
-@pytest.mark.parametrize("stop", [b"", b"xx"])
+@pytest.mark.parametrize("stop, longest", [(b"", LONGEST), (b"xx", LONGEST), (b"", 11)])
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_greedy_rollouts_are_those_of_plain_python(drafter, stop):
-    """A turn ends with an end-of-text token or a stop text, which may begin in what the environment wrote."""
-    found, talk = run(drafter, temperature=0.0, stop=[stop] if stop else ())
+def test_greedy_rollouts_are_those_of_plain_python(drafter, stop, longest):
+    """A turn ends with an end-of-text token or a stop text; one that begins in what the environment wrote is none.
+
+    A rollout that a limit ends between its turns, or for which an answer leaves no room, has not ended by itself.
+    """
+    found, talk = run(drafter, temperature=0.0, stop=[stop] if stop else (), longest=longest, chunk=2)
     assert any(turn.ended and not turn.eos for turn in talk.asked) == bool(stop)
     for row, index in enumerate(found.prompt_index):
-        tokens, marks = by_hand(PROMPTS[index], stop)
+        tokens, marks, ended = by_hand(PROMPTS[index], stop, longest)
         assert found.sequence(row).tolist() == tokens
         assert found.environment[row, : found.length[row]].tolist() == marks
+        assert found.ended[row] == ended
 
 
 @pytest.mark.parametrize("drafter", ["table", "stateful", "ngram", "suffix", "cascade"])

@@ -7,10 +7,13 @@ import numpy as np
 from specrl_jax.decoding.turns import Answer
 
 
+MOST_TURNS = 3
+
+
 def said(turn, number, V):
     """Return what the toy environment says to the first tokens of turn `number`; None: the rollout ends."""
     total = int(np.sum(turn)) + number
-    if number == 3 or total % 7 == 6:
+    if number == MOST_TURNS or total % 7 == 6:
         return None
     return [(total + i) % V for i in range(1 + total % 4)]
 
@@ -33,7 +36,8 @@ class Talk:
         self.turns[turn.request] = self.turns.get(turn.request, 0) + 1
         self.asked.append(turn)
         tokens = said(turn.tokens, self.turns[turn.request], self.V) if turn.ended else None
-        self.waiting.append([self.looks, Answer(turn.request, tokens)])
+        cut = turn.ended and self.turns[turn.request] == MOST_TURNS
+        self.waiting.append([self.looks, Answer(turn.request, tokens, cut)])
 
     def answers(self, seconds):
         if self.order == "random":

@@ -110,14 +110,14 @@ def say(talks, tokenizer, text, *requests):
     found = []
     while len(found) < len(requests):
         found += talks.answers(1.0)
-    return dict(found)
+    return {request: tokens for request, tokens, _ in found}
 
 
 def rollouts_of(problems, samples=2):
     count = problems * samples
     empty = np.zeros((count, 0), np.int32)
     index = np.repeat(np.arange(problems), samples)
-    part = {"prompt_index": index, "response_part": lambda row: slice(0, 0)}
+    part = {"prompt_index": index, "response_part": lambda row: slice(0, 0), "ended": np.arange(count) > 1}
     return types.SimpleNamespace(**part, tokens=empty, environment=empty.astype(bool), draft_positions=empty)
 
 
@@ -141,6 +141,7 @@ def test_first_messages_that_cannot_be_a_prompt_cost_the_rollouts_of_their_row(o
     assert set(say(talks, tokenizer, "end", *range(4)).values()) == {None}
     scores = talks.scores(rollouts_of(2), np.arange(4), opens, lambda: None)
     assert scores.environment["failed"].tolist() == [1, 1, 0, 0]
+    assert scores.environment["cut"].tolist() == [1, 1, 0, 0]  # as the engine says
     assert scores.total.tolist() == [0, 0, 1, 1] and scores.failures == {"error": 2}
     assert said in scores.first_failure and ("'bad'" in scores.first_failure) == (first is not None)
 
@@ -211,13 +212,27 @@ def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():
         for _ in outcomes:
             turns.ask(Turn(request, np.array(tokenizer.encode("2")), True, False))
             turns.answers(1.0)
-    none = np.zeros((len(told), 0), np.int32)
-    rollouts = types.SimpleNamespace(prompt_index=np.zeros(len(told), int), tokens=none, environment=none)
-    rollouts.draft_positions, rollouts.response, rollouts.response_part = none, lambda row: [], lambda row: slice(0)
     scorer = Scorer((), environment=workers, correct_from=0.75)
-    scores = turns.scores(rollouts, np.arange(len(told)), scorer, lambda: None)
+    scores = turns.scores(rollouts_of(1, len(told)), np.arange(len(told)), scorer, lambda: None)
     np.testing.assert_array_equal(scores.total, [1.0, 0.5, 0.0, 9.0, 0.0])
     np.testing.assert_array_equal(scores.correct, [True, False, True, False, False])
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_answer_says_whether_a_limit_ended_the_conversation(ended):
+    """The last turn that there may be, and one that was cut, where the environment would go on."""
+    more, failed = Outcome((0.0,), messages=[{"role": "user", "content": "1"}]), Outcome((), failure="error")
+    told = [[more, more], [more, Outcome((1.0,))], [more, failed], [Outcome((0.0,), messages=[])]]
+    workers, tokenizer, problems = Told(*told), ManyEnds(), [Problem("1", "2", "")]
+    format = TurnFormat(tokenizer, "{message}", False)
+    turns = Conversations(workers, EnvironmentConfig(turns=2), tokenizer, format, problems, problems, {}, [0], 4)
+    last = []
+    for request, outcomes in enumerate(told):
+        for left in reversed(range(len(outcomes))):
+            turns.ask(Turn(request, np.array(tokenizer.encode("2")), ended or left > 0, True))
+            (answer,) = turns.answers(1.0)
+        last.append(answer)
+    assert last == [(0, None, True), (1, None, False), (2, None, False), (3, None, not ended)]
 
 
 @pytest.fixture(scope="module")
