@@ -14,7 +14,7 @@ from specrl_jax import distributed
 from specrl_jax.config import Config
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
-from specrl_jax.io.progress import Display, PhaseClock
+from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.wandb import WandbRun
@@ -117,7 +117,7 @@ class _Run:
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
         learner.programs.on_program = self.display.say_learner_program
         rollout.announce(self.display.say_engine_program)
-        self.evaluation = 0.0  # seconds of the last one
+        self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
         self.remarks = ""  # on `step`, for its line
         self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
 
@@ -152,7 +152,9 @@ class _Run:
                 self.learner, self.rollout, self.state, self.pipeline, speculation, self.replay, step, clock, self.stop
             )
         self.step, self.position, generated = step, result.position, result.generated
-        row = self._metrics(result)
+        row = self._metrics(result) | {"time/compile": clock.compiled()}
+        if not (self.generation and compiles(row)):
+            self.generation = row["time/generate"]
         tokenizer, shown = self.rollout.tokenizer, self.config.logging.rollouts
         self.writer.write_rollouts(step, rollout_samples(generated, tokenizer, self.config.draft.kind, shown))
         lengths = generated.rollouts.response_length
@@ -163,13 +165,11 @@ class _Run:
 
     def show_step(self, row: Row) -> None:
         """Print the line of a step whose row is written."""
-        aside, comparison = row.get("time/evaluate", 0.0), 0.0
-        self.evaluation = aside or self.evaluation
         note = _note(row, self.rollout.engine.draft_length, self.remarks)
-        if self.compares:  # about as long as so many generations of a step: a warm-up, then rounds, of both
-            comparison = 2 * (self.config.draft.compare_rounds + 1) * row.get("time/generate", 0.0)
+        # The comparison takes as long as so many generations of a step: a warm-up, then rounds, of both.
+        comparison = 2 * (self.config.draft.compare_rounds + 1) * self.generation if self.compares else 0.0
         ahead = comparison + self.evaluation * evaluations_left(self.step, self.config.steps, self.config.eval.every)
-        self.display.finish_step(self.step, note, aside, ahead)
+        self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead)
 
     def _metrics(self, result: StepResult) -> Row:
         """Return the metrics of the step, with its alarms; keep its remarks."""
@@ -206,7 +206,8 @@ class _Run:
         """Return the metrics of an evaluation after a step."""
         with self.devices:
             weights, _ = prepare(self.learner, self.rollout, self.state)
-            return evaluation_metrics(
+            clock = PhaseClock(self.display)
+            row = evaluation_metrics(
                 self.rollout,
                 weights,
                 self.problems,
@@ -216,6 +217,8 @@ class _Run:
                 self.display,
                 self.monitor.speculation.lengths_for,
             )
+            self.evaluation = clock.total() - clock.compiled()
+            return row
 
     def _compare(self) -> dict[str, float]:
         """Return the metrics of the closing comparison with plain decoding."""
