@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from specrl_jax.core import PHASES
+from specrl_jax.core import PHASES, naming
 from specrl_jax.io.metrics import Row
 from specrl_jax.io.progress import compiles
 
@@ -44,7 +44,8 @@ def plot_run(rows: list[Row], workdir: str) -> str:
     folder = os.path.join(workdir, "plots")
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "run.png")
-    figure.savefig(path, dpi=110)
+    with naming(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 

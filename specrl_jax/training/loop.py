@@ -11,13 +11,11 @@ import jax
 import numpy as np
 
 from specrl_jax import distributed
-from specrl_jax.config import Config
-from specrl_jax.errors import RunFailed, Stopped, WorkersFailed
+from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock, compiles
-from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.signals import raise_once_set
-from specrl_jax.io.wandb import WandbRun
+from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, prepare
@@ -41,7 +39,7 @@ def training_steps(
     scorer: Scorer,
     workdir: str,
     stop: threading.Event,
-    page: PrometheusPage | None = None,
+    trackers: Trackers | None = None,
 ) -> Iterator[Row]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
 
@@ -49,7 +47,7 @@ def training_steps(
 
     Args:
       stop: set by a signal handler; the run then saves the last finished step and leaves.
-      page: shows the newest metrics; of the first process.
+      trackers: show the metrics too; of the first process.
     Raises:
       Stopped: where `stop` was set; the last finished step is saved, unless its next rollouts are still under way.
       InputError: a checkpoint or data position that does not fit.
@@ -57,7 +55,7 @@ def training_steps(
         written, or no checkpoint is whole; says what is kept.
     """
     scorer.start()
-    run = _Run(learner, rollout, problems, scorer, workdir, stop, page)
+    run = _Run(learner, rollout, problems, scorer, workdir, stop, trackers or Trackers())
     with run.display, contextlib.ExitStack() as ending:
         try:
             with distributed.leave_with_others():
@@ -75,7 +73,7 @@ def training_steps(
         except (NotScored, WorkersFailed) as error:
             raise RunFailed(f"{error}; {run.checkpoints.kept()}") from None
         except OSError as error:
-            raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {run.checkpoints.kept()}") from None
+            raise RunFailed(f"{system_line(error)}; {run.checkpoints.kept()}") from None
         finally:
             ending.close()  # before what all devices take part in
             run.close()
@@ -94,7 +92,7 @@ class _Run:
         scorer: Scorer,
         workdir: str,
         stop: threading.Event,
-        page: PrometheusPage | None,
+        trackers: Trackers,
     ) -> None:
         self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
         self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
@@ -112,9 +110,10 @@ class _Run:
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
         kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
-        self.writer = _open_metrics(self.config, workdir, kept, page)
         self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
+        trackers.say = self.display.say
+        self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
         rollout.announce(self.display.say_engine_program)
         self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
@@ -264,17 +263,6 @@ def _written_rows(workdir: str) -> list[Row]:
 def _is_written(written: Sequence[Row], step: int) -> bool:
     """Return whether the first process found the row of a step. Collective."""
     return distributed.any_process(any(row["step"] == step for row in written))
-
-
-def _open_metrics(
-    config: Config, workdir: str, kept: Sequence[Row], page: PrometheusPage | None
-) -> MetricsWriter | NoMetrics:
-    """Open the metrics of the first process; the others write none."""
-    if not distributed.is_first_process():
-        return NoMetrics()
-    project = config.logging.wandb_project
-    wandb = WandbRun(project, workdir, dataclasses.asdict(config)) if project else None
-    return MetricsWriter(workdir, kept, wandb, page)
 
 
 def evaluations_left(step: int, steps: int, every: int) -> int:

@@ -77,7 +77,13 @@ def test_the_time_left_is_that_of_steps_that_compiled_nothing():
 
 def test_a_step_in_which_programs_compile_says_no_other_time(clock, capsys):
     with Display(9, 0, threading.Event()) as display:
-        for step, seconds, compiled in ((1, 5.0, 4.0), (2, 5.0, 0.0), (3, 65.0, 60.0), (4, 65.0, 60.0), (5, 65.0, 60.0)):
+        for step, seconds, compiled in (
+            (1, 5.0, 4.0),
+            (2, 5.0, 0.0),
+            (3, 65.0, 60.0),
+            (4, 65.0, 60.0),
+            (5, 65.0, 60.0),
+        ):
             clock[0] += seconds
             display.compiling.listen("/jax/core/compile/backend_compile_duration", compiled)
             display.finish_step(step, "a")

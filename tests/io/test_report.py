@@ -64,7 +64,7 @@ def shares(line):
     return {name: int(share[:-1]) for name, _, share in (part.rpartition(" ") for part in parts.split(", "))}, total
 
 
-@pytest.mark.parametrize("seconds", [(1, 1, 1, 1, 1), (0.014, 0.014, 3.2, 0.114, 1.6), (1, 1, 1, 0, 0), (9, 9, 9, 9, 9)])
+@pytest.mark.parametrize("seconds", [(1, 1, 1, 1, 1), (0.014, 0.014, 3.2, 0.114, 1.6), (1, 1, 1, 0, 0)])
 @pytest.mark.parametrize("glue", [0.0, 0.3, 5.0])
 def test_the_shares_of_a_step_add_up(seconds, glue, capsys):
     """Steps of different seconds, whose medians would not; what is between the phases has a share too."""
