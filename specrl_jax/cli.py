@@ -11,6 +11,7 @@ import dataclasses
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Collection
 
 from absl import flags
@@ -19,7 +20,7 @@ from ml_collections import config_flags
 from specrl_jax.accelerator_flags import find_accelerator, flags_for
 from specrl_jax.config import Config, from_config_dict, recipes
 from specrl_jax.config.page import help_text, unreadable
-from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
+from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line, one_line_warnings, system_line
 
 # Tasks that check the config together with what it names.
 TOGETHER = ("train", "evaluate", "benchmark", "draft_pretrain")
@@ -31,7 +32,17 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_v
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    argv = sys.argv if argv is None else argv
+    status = _run(sys.argv if argv is None else argv)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left, when Python ends
+        return status or fail(f"standard output: {error.strerror}")
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    """Run the command; print what it raises in a line."""
     # A config may import what lies in the current folder, which an installed command does not have on its path.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -53,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 128 + signal.SIGTERM
+    except OSError as error:  # of a disk that is full, for example
+        return fail(system_line(error))
     return 0
 
 
@@ -95,8 +108,7 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
 
     Raises InputError, RunFailed or Stopped.
     """
-    if config.task != "dry_run":  # which sets those of its target
-        set_accelerator_flags()
+    flags_set = set_accelerator_flags() if config.task != "dry_run" else ""  # which sets those of its target
     # After the flags: a mistake in them answers without JAX's seconds.
     import jax
 
@@ -109,12 +121,16 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    warnings.showwarning = one_line_warnings()
     if config.task != "dry_run":  # which has none of this machine's devices
         # Before the check of the config: of several processes one alone may have a mistake in it.
         initialize(distributed)
         with refused_together():
             pass  # one whose flags are wrong says so here: see _tell_others
         check_agreement(dataclasses.asdict(config), workdir)
+        find_devices()
+    if flags_set:
+        print(flags_set, flush=True)
     with refused_together():
         config = fit_policy(config, given)
         if config.task not in TOGETHER:
@@ -125,12 +141,23 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
         tasks()[config.task](config, workdir)
 
 
-def set_accelerator_flags() -> None:
-    """Set the flags of this machine's accelerator and print them in one line; nothing on a CPU."""
+def set_accelerator_flags() -> str:
+    """Set the flags of this machine's accelerator and return them in one line; "" on a CPU."""
     found = flags_for(find_accelerator(os.environ), os.environ)
     os.environ.update(found.variables)
-    if line := str(found):
-        print(line, flush=True)
+    return str(found)
+
+
+def find_devices() -> None:
+    """Start jax's devices. Raise InputError where there are none of the platform that JAX_PLATFORMS names."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # of a plugin that is not installed, without any text
+        asked, said = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        why = said.partition(" (set JAX_PLATFORMS")[0] or f"no driver, device or jax plugin of {asked} is here"
+        raise InputError(f"JAX_PLATFORMS={asked}: {why}; unset it, or cpu") from None
 
 
 def tasks() -> dict[str, Callable[[Config, str], None]]:

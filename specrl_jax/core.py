@@ -11,6 +11,7 @@ Letters used in shapes everywhere in this project:
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
@@ -68,10 +69,49 @@ def stand_in(x: object) -> jax.Array:
 
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open a file that replaces `path` when it is closed: a process killed before that leaves the old one."""
-    with open(path + ".tmp", mode) as file:
+    """Open a file that replaces `path` when it is closed: a process killed before that leaves the old one.
+
+    So does an OSError of writing, which names the path.
+    """
+    try:
+        with open_written(path + ".tmp", mode) as file:
+            yield file
+        os.replace(path + ".tmp", path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise
+
+
+@contextlib.contextmanager
+def open_written(path: str, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a file to write; an OSError of writing names the path."""
+    with naming(path), open(path, mode) as file:
         yield file
-    os.replace(path + ".tmp", path)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Raise what the operating system refuses in the body, which writes `path`, as an OSError that names a file.
+
+    Python names none where a write to an open file fails. Libraries of other languages (safetensors, tensorstore) raise
+    errors of their own, with the system's number in the text.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (found := system_error(error, path)) is None:
+            raise
+        raise found from None
+
+
+def system_error(error: Exception, path: str) -> OSError | None:
+    """Return the OSError that an exception stands for, of `path` unless it names another file; None for others."""
+    if isinstance(error, OSError) and error.errno is not None:
+        error.filename = path if error.filename is None else error.filename
+        return error
+    number = re.search(r"os error (\d+)|os_error_code='(\d+)'", str(error))
+    return OSError(int(code := number[1] or number[2]), os.strerror(int(code)), path) if number else None
 
 
 class Mean(NamedTuple):

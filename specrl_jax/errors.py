@@ -3,7 +3,7 @@
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LONGEST = 2000  # characters of an error line
 
@@ -54,6 +54,12 @@ class Stopped(Exception):
     """A signal ended the run in good order; the message says what was saved."""
 
 
+def system_line(error: OSError) -> str:
+    """Return what the operating system refused: with the file where it is one, else with the kind of error."""
+    what = error.strerror or " ".join(str(error).split())
+    return f"{error.filename}: {what}" if error.filename is not None else f"{type(error).__name__}: {what}"
+
+
 def fail(message: str) -> int:
     """Print `message` as an error line and return the exit status.
 
@@ -63,6 +69,19 @@ def fail(message: str) -> int:
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
     print(f"error: {line}", file=sys.stderr)
     return 1
+
+
+def one_line_warnings() -> Callable[..., None]:
+    """Return a `warnings.showwarning` that prints a line, once for each kind: not for every program, as jax's cache."""
+    shown = set[str]()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        text = re.sub(" for '[^']*'", "", " ".join(str(message).split()))
+        if text not in shown:
+            shown.add(text)
+            print(f"warning: {text}", file=sys.stderr)
+
+    return show
 
 
 def one_line(error: Exception) -> str:

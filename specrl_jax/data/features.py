@@ -14,7 +14,7 @@ import pydantic
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import atomic_write
+from specrl_jax.core import atomic_write, naming
 from specrl_jax.errors import InputError
 from specrl_jax.json_files import INDEX_BYTES, Checked, check, read_json, require_regular
 
@@ -72,7 +72,8 @@ class FeatureStore:
         longest = int(rows.length.max())
         arrays = {name: x if x.ndim == 1 else x[:, :longest] for name, x in rows._asdict().items()}
         arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-        safetensors.numpy.save_file(arrays, self._path(len(self._shards)))
+        with naming(path := self._path(len(self._shards))):
+            safetensors.numpy.save_file(arrays, path)
         self._shards.append(len(rows.length))
         with atomic_write(os.path.join(self._folder, MANIFEST)) as file:
             json.dump({"made_from": self._made_from, "shards": self._shards}, file, indent=2)

@@ -1,6 +1,7 @@
 """Read problems from prompt files: schemas, prompt templates, and rows that are left out."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -113,6 +114,7 @@ class Reader:
       key: the config key of the files, for messages.
       special_tokens: "text" counts rows that hold the text of a special token; "refuse" treats them as malformed.
       tests_fault: given where answers are tests of programs: they may be lists and objects, and are checked by it.
+      most: rows of a file that are read; None: all.
     """
 
     tokenizer: Tokenizer
@@ -123,6 +125,7 @@ class Reader:
     key: str = "data.path"
     special_tokens: str = "text"
     tests_fault: TestsFault | None = None
+    most: int | None = None
 
     def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
         """Return the problems of a file in order; only the first occurrence of a prompt counts.
@@ -134,7 +137,7 @@ class Reader:
         """
         counts, problems = Counts(), []
         answers = {} if answers is None else answers
-        for row in read_rows(path, self.key):
+        for row in itertools.islice(read_rows(path, self.key), self.most):
             problem = self._problem(row, schema, answers, counts)
             if problem:
                 problems.append(problem)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from specrl_jax import distributed
-from specrl_jax.core import Tree
+from specrl_jax.core import Tree, system_error
 from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.io.checkpoint_reader import (
     Damaged,
@@ -95,6 +96,8 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
+        # Its threads log each error with tracebacks before `_wait` raises it.
+        logging.getLogger("absl").addFilter(_is_not_of_orbax)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._policy,
             enable_async_checkpointing=True,
@@ -119,7 +122,10 @@ class Checkpoints:
             raise self._unwritable(error) from None
 
     def _unwritable(self, error: Exception) -> RunFailed:
-        return RunFailed(f"checkpoint {self.folder}/{self._saved}: {first_line(error)}; {self.kept()}")
+        found = system_error(error, "")
+        return RunFailed(
+            f"checkpoint {self.folder}/{self._saved}: {(found and found.strerror) or first_line(error)}; {self.kept()}"
+        )
 
     # ---- reading
 
@@ -203,6 +209,10 @@ class Checkpoints:
         """Return the numbers of the folders in order, whatever is in them."""
         names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 class _Kept(policies.PreservationPolicy):

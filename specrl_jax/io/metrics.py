@@ -1,56 +1,48 @@
-"""Metrics of a run: one JSON object per step in metrics.jsonl; scalars, histograms and sample rollouts in TensorBoard
-and, if configured, Weights & Biases; scalars on a page for Prometheus.
-"""
+"""Metrics of a run: one JSON object per step in metrics.jsonl, and whatever else follows it (trackers)."""
 
+import contextlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pydantic
-import tensorboardX
 
-from specrl_jax.core import atomic_write
-from specrl_jax.io.prometheus import PrometheusPage
-from specrl_jax.io.wandb import WandbRun
+from specrl_jax.core import atomic_write, naming, open_written
+from specrl_jax.io.tensorboard import TensorBoard
+from specrl_jax.io.trackers import Trackers
 from specrl_jax.json_files import LINE_BYTES, Checked, check, parse_json, read_lines
 
 Row = dict[str, float]  # metrics of one step by name; read back, None for a value that is not finite
 Sample = dict[str, object]  # a rollout of rollouts/step_N.jsonl
 
-SHOWN = 4  # sample rollouts in TensorBoard
-
 
 class MetricsWriter:
     """Appends rows to those that a workdir keeps: of a resumed run, the rows up to its checkpoint.
 
-    A step always has exactly one row: the file is line-buffered, and an incomplete last line is dropped.
+    A step always has exactly one row: the file is line-buffered, and an incomplete last line is dropped. A file that
+    cannot be written raises OSError, which names it.
 
     Args:
-      page: shows the newest values, those of the kept rows first; it stays open.
+      trackers: get each row too, and TensorBoard with them; closed with the writer.
     """
 
     def __init__(
         self,
         workdir: str,
         kept: Sequence[Row] = (),
-        wandb: WandbRun | None = None,
-        page: PrometheusPage | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         self._rollouts = os.path.join(workdir, "rollouts")
         os.makedirs(self._rollouts, exist_ok=True)
-        path = os.path.join(workdir, "metrics.jsonl")
-        with atomic_write(path) as file:
+        self._path = os.path.join(workdir, "metrics.jsonl")
+        with atomic_write(self._path) as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
-        first = int(kept[-1]["step"]) + 1 if kept else 0
-        self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=first)
-        self._wandb, self._page = wandb, page
-        if page:
-            for row in kept:
-                page.write(row)
+        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 (closed by close)
+        self._trackers = trackers or Trackers()
+        self._trackers.add(TensorBoard(os.path.join(workdir, "tensorboard")))
+        self._trackers.tell(lambda tracker: tracker.begin(kept))
 
     def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Write one step; `row` has its number under "step". Non-finite values become null.
@@ -59,30 +51,20 @@ class MetricsWriter:
           histograms: values by name, for TensorBoard and Weights & Biases only.
         """
         clean = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        for name, value in clean.items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(name, value, row["step"])
-        for name, values in (histograms or {}).items():
-            self._board.add_histogram(name, values, row["step"])
-        if self._wandb:
-            self._wandb.log(clean, histograms or {})
-        if self._page:
-            self._page.write(clean)
+        with naming(self._path):
+            self._file.write(json.dumps(clean) + "\n")
+        self._trackers.tell(lambda tracker: tracker.write(clean, histograms or {}))
 
     def write_rollouts(self, step: int, rows: list[Sample]) -> None:
-        """Write sample rollouts to rollouts/step_N.jsonl, and the first few as a table to TensorBoard."""
-        with open(os.path.join(self._rollouts, f"step_{step}.jsonl"), "w") as file:
+        """Write sample rollouts to rollouts/step_N.jsonl."""
+        with open_written(os.path.join(self._rollouts, f"step_{step}.jsonl")) as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        self._board.add_text("rollouts", _markdown(rows[:SHOWN]), step)
-        if self._wandb:
-            self._wandb.log_rollouts(step, rows)
+        self._trackers.tell(lambda tracker: tracker.write_rollouts(step, rows))
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
-        if self._wandb:
-            self._wandb.close()
+        with contextlib.suppress(OSError):  # of a row that could not be written, as `write` has said
+            self._file.close()
+        self._trackers.close()
 
 
 class NoMetrics:
@@ -96,19 +78,6 @@ class NoMetrics:
 
     def close(self) -> None:
         pass
-
-
-def _markdown(rows: list[Sample]) -> str:
-    """Return rewards, prompts and responses; texts stand in fenced code, where Markdown changes none but tabs."""
-
-    def fenced(text: object) -> str:
-        fence = "~" * max(3, 1 + max(map(len, re.findall("~+", str(text))), default=0))
-        return f"{fence}\n{text}\n{fence}"
-
-    return "\n\n".join(
-        f"**rollout {row['id']}**, reward {row['reward']:.3g}\n\n{fenced(row['prompt'])}\n\n{fenced(row['response'])}"
-        for row in rows
-    )
 
 
 class MetricsRow(Checked):

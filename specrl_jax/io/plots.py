@@ -12,8 +12,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from specrl_jax.core import PHASES
+from specrl_jax.core import PHASES, naming
 from specrl_jax.io.metrics import Row
+from specrl_jax.io.progress import compiles
 
 # Okabe and Ito's, which colour-blind readers tell apart, with a grey for their green: no red stands beside a green.
 COLOURS = ("#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#999999")
@@ -43,7 +44,8 @@ def plot_run(rows: list[Row], workdir: str) -> str:
     folder = os.path.join(workdir, "plots")
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "run.png")
-    figure.savefig(path, dpi=110)
+    with naming(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
@@ -97,11 +99,11 @@ def _phases(axis: plt.Axes, rows: list[Row]) -> None:
     # As wide as a step, so that a run of one shows it.
     edges = np.repeat([row["step"] for row in rows], 2) + np.tile([-0.5, 0.5], len(rows))
     axis.stackplot(edges, [np.repeat([row[f"time/{p}"] for row in rows], 2) for p in PHASES], labels=PHASES)
-    # The first step compiles and would dominate the scale.
-    later = [row["time/total"] for row in rows[1:]] or [rows[0]["time/total"]]
-    axis.set_ylim(0, 1.25 * max(later))
+    # A step that compiles, as the first, would dominate the scale.
+    later = [row for row in rows[1:] if not compiles(row)] or rows
+    axis.set_ylim(0, 1.25 * max(row["time/total"] for row in later))
     axis.set_ylabel("seconds")
-    axis.set_title("time of a step, by phase (the first compiles)")
+    axis.set_title("time of a step, by phase (steps that compile, as the first, are cut)")
     axis.legend(loc="upper right", ncols=len(PHASES), fontsize=7)
 
 

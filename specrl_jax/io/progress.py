@@ -5,8 +5,9 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import jax
 import numpy as np
 import rich.console
 import rich.progress
@@ -15,20 +16,63 @@ from specrl_jax.io.memory import within_memory
 from specrl_jax.io.signals import raise_once_set
 
 RECENT = 20  # steps whose seconds say how long the others take
+COMPILES = 0.05  # a step in which a larger share is spent compiling says nothing about the others
+
+
+def compiles(row: Mapping[str, float]) -> bool:
+    """Return whether a step, by its metrics, says nothing of the time of others since it compiled."""
+    return row.get("time/compile", 0.0) > COMPILES * row["time/total"]
+
+
+class CompileClock:
+    """Notes when anything is traced or compiled, in any thread, while it is open."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []  # beginning and end, of which some lie within or beside others
+
+    def listen(self, event: str, seconds: float, **_: object) -> None:
+        """Note an event of jax that has just ended."""
+        if event.startswith("/jax/core/compile/"):
+            now = time.perf_counter()
+            self._spans.append((now - seconds, now))
+
+    def seconds(self, since: float) -> float:
+        """Return the seconds after `since` in which something was compiled."""
+        total = 0.0
+        for begin, end in sorted(self._spans):
+            total += max(0.0, end - max(begin, since))
+            since = max(since, end)
+        return total
+
+    def __enter__(self) -> "CompileClock":
+        jax.monitoring.register_event_duration_secs_listener(self.listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self.listen)
 
 
 class Pace:
-    """Estimates how long the steps to come take, from the median of recent ones; not of the first, which compiles."""
+    """Estimates how long the steps to come take, from the median of recent ones.
+
+    Left out are the first, which is short where a run is resumed within it, and those that compile.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None  # step, seconds
         self._recent: collections.deque[float] = collections.deque(maxlen=RECENT)
 
-    def finish(self, step: int, now: float, aside: float = 0.0) -> None:
-        """Note a step that ended at `now`, in seconds; `aside` of them since the one before were not a step's own."""
+    def finish(self, step: int, now: float, aside: float = 0.0, compiled: float = 0.0) -> None:
+        """Note a step that ended at `now`, in seconds.
+
+        Args:
+          aside: seconds since the one before that were not a step's own.
+          compiled: seconds since then in which something was compiled.
+        """
         if self._last:
             before, then = self._last
-            self._recent.append((now - then - aside) / (step - before))
+            if compiled <= COMPILES * (seconds := now - then - aside):
+                self._recent.append(seconds / (step - before))
         self._last = step, now
 
     def left(self, steps: int) -> float | None:
@@ -47,6 +91,7 @@ class Display:
     def __init__(self, steps: int, done: int, stop: threading.Event, shown: bool = True) -> None:
         self._raise_once_set = raise_once_set(stop)
         self._steps, self._done, self._pace = steps, done, Pace()
+        self.compiling, self._finished = CompileClock(), time.perf_counter()
         # Messages of rewards and files are literal text.
         self.console = rich.console.Console(quiet=not shown, highlight=False, markup=False, emoji=False)
         columns = (
@@ -60,11 +105,13 @@ class Display:
         self._phase = self._add_phase("")
 
     def __enter__(self) -> "Display":
+        self.compiling.__enter__()
         self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
+        self.compiling.__exit__()
 
     def _add_phase(self, name: str) -> rich.progress.TaskID:
         step = min(self._done + 1, self._steps)
@@ -100,9 +147,10 @@ class Display:
           aside: seconds since the last finished step that were not a step's own, as an evaluation's.
           ahead: seconds that the run needs besides its other steps, as evaluations to come.
         """
+        now = time.perf_counter()
         if step > self._done:  # neither the evaluation before training nor a second line of one step
-            self._pace.finish(step, time.perf_counter(), aside)
-        self._done = step
+            self._pace.finish(step, now, aside, self.compiling.seconds(self._finished))
+        self._done, self._finished = step, now
         left = self._pace.left(self._steps - step)
         ends = ""
         if left is not None and step < self._steps:
@@ -133,3 +181,7 @@ class PhaseClock:
     def total(self) -> float:
         """Return the seconds since the step began."""
         return time.perf_counter() - self._start
+
+    def compiled(self) -> float:
+        """Return those of them in which something was compiled."""
+        return self._display.compiling.seconds(self._start)

@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import prometheus_client
 
 from specrl_jax.errors import InputError
+from specrl_jax.io.trackers import Tracker
 
 
-class PrometheusPage:
+class PrometheusPage(Tracker):
     """Serves the newest value of every metric to programs of this machine, until `close`.
 
     A gauge has the name of its metric after `specrl_`, with `_` for all but letters and digits: specrl_reward_mean.
@@ -17,6 +18,8 @@ class PrometheusPage:
 
     Raises InputError where the port cannot be had.
     """
+
+    name = "logging.prometheus_port"
 
     def __init__(self, port: int) -> None:
         self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, prometheus_client.Gauge]()
@@ -27,7 +30,11 @@ class PrometheusPage:
                 f"logging.prometheus_port={port}: {error.strerror}; needs a free port, or 0 for no page"
             ) from None
 
-    def write(self, row: Mapping[str, float | None]) -> None:
+    def begin(self, kept: Sequence[Mapping[str, float]]) -> None:
+        for row in kept:
+            self.write(row, {})
+
+    def write(self, row: Mapping[str, float | None], histograms: object) -> None:
         """Set the gauges of these metrics; None is a value that was not finite."""
         for metric, value in row.items():
             name = "specrl_" + re.sub("[^a-zA-Z0-9]", "_", metric)

@@ -8,6 +8,7 @@ import rich.table
 
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import Row
+from specrl_jax.io.progress import compiles
 
 WIDTH = 100  # columns of a file, for which rich assumes 80
 
@@ -48,16 +49,37 @@ def _lines(rows: list[Row], steps: list[Row], draft_length: int) -> list[tuple[s
         if name in last:
             lines.append((label, _change(rows[0].get(name), last[name])))
     lines.append(("mean reward", f"{_change(first.get('reward/mean'), last.get('reward/mean'))}, first and last step"))
-    # The first step compiles: medians over the others, if there are any.
-    timed = steps[1:] or steps
+    # Medians over the steps that compiled nothing, if there are any: never the first.
+    clean = [row for row in steps[1:] if not compiles(row)]
+    timed = clean or steps
     lines.append(("rollouts", _speed(timed, last)))
     if "spec/acceptance_length" in last:
         tokens = [f"{_shown(row.get('spec/acceptance_length'), '.1f')} of {draft_length + 1}" for row in (first, last)]
         lines.append(("accepted tokens", f"{tokens[0]} a verification in the first step, {tokens[1]} in the last"))
-    total = _median(timed, "time/total")
-    shares = ", ".join(f"{phase} {_median(timed, f'time/{phase}') / total:.0%}" for phase in PHASES)
-    lines.append(("time of a step", f"{shares} of {total:.3g} s"))
+    shares = ", ".join(f"{part} {share}%" for part, share in _shares(timed).items())
+    note = "" if clean else ", with compiling"
+    lines.append(("time of a step", f"{shares} of {_median(timed, 'time/total'):.3g} s{note}"))
     return lines
+
+
+def _shares(timed: list[Row]) -> dict[str, int]:
+    """Return per cent of the learner's time by phase, and between the phases; their sum is 100."""
+    parts = {phase: sum(row[f"time/{phase}"] for row in timed) for phase in PHASES}
+    waited = sum(row.get("time/exposed_generation", row["time/generate"]) for row in timed)
+    if waited < 0.98 * parts["generate"]:  # beside the learner, as the data was drawn
+        names = {"data": "", "generate": "waiting for rollouts"}
+        parts = {names.get(phase, phase): seconds for phase, seconds in (parts | {"generate": waited}).items()}
+        parts.pop("")
+    total = max(sum(row["time/total"] for row in timed), sum(parts.values()))
+    parts["between them"] = total - sum(parts.values())
+    exact = {part: 100 * seconds / total for part, seconds in parts.items()}
+    whole = {part: int(share) for part, share in exact.items()}
+    # What rounding down has left goes to the largest remainders.
+    for part in sorted(exact, key=lambda part: whole[part] - exact[part])[: 100 - sum(whole.values())]:
+        whole[part] += 1
+    if not whole["between them"]:
+        del whole["between them"]
+    return whole
 
 
 def _speed(timed: list[Row], last: Row) -> str:

@@ -22,7 +22,7 @@ import pydantic
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import Params
+from specrl_jax.core import Params, naming
 from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import ConfigJson
 from specrl_jax.io.split_bytes import Reader
@@ -178,13 +178,18 @@ def save_folder(
     """
     partial = os.path.normpath(folder) + ".partial"
     shutil.rmtree(partial, ignore_errors=True)
-    os.makedirs(partial)
-    _write_shards(partial, _shards(tensors))
-    with open(os.path.join(partial, "config.json"), "w") as file:
-        json.dump(config, file, indent=2)
-    for path in copies:
-        shutil.copy(path, partial)
-    os.makedirs(folder, exist_ok=True)
+    try:
+        with naming(partial):
+            os.makedirs(partial)
+            _write_shards(partial, _shards(tensors))
+            with open(os.path.join(partial, "config.json"), "w") as file:
+                json.dump(config, file, indent=2)
+            for path in copies:
+                shutil.copy(path, partial)
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     # What a reader looks at first goes first and comes last: between them nothing is read, no mixture either.
     for name in (INDEX, SINGLE):
         with contextlib.suppress(FileNotFoundError):

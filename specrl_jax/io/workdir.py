@@ -1,5 +1,6 @@
 """The folder of a run: it belongs to one config, and to one process at a time."""
 
+import errno
 import fcntl
 import json
 import os
@@ -11,12 +12,16 @@ import jax
 import specrl_jax
 from specrl_jax.core import atomic_write
 from specrl_jax.errors import InputError
+from specrl_jax.io.metrics import read_metrics
 from specrl_jax.json_files import Checked, check, read_json
 
 # Keys and sections that may change when a run is resumed.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run", "pipeline.workers", "pipeline.host")
 # Those of `eval` that decide which problems of data.path are learned from, where some of them are held out.
 HOLD_OUT = ("eval.holdout", "eval.problems", "eval.path", "eval.task")
+
+# What tasks other than training leave.
+RESULTS = ("evaluation.json", "generations.jsonl", "log.jsonl", "features", "export")
 
 # Lock files of the workdirs in use; kept open, since the system releases a lock when its file is closed.
 _held: dict[str, TextIO] = {}
@@ -27,18 +32,45 @@ def open_workdir(path: str, config: Mapping[str, object]) -> None:
 
     Raises InputError for an unwritable path, another config, and a folder that another process uses.
     """
-    file = os.path.join(path, "config.json")
+    try_workdir(path, config)
     try:
         os.makedirs(path, exist_ok=True)
-        if os.path.exists(file):
-            before = _recorded(path).config
-            _check_same(path, before, config, HOLD_OUT if _holds_out(before) or _holds_out(config) else ())
-            _check_steps(path, config["steps"])
         _hold(path)
+        if os.path.exists(file := os.path.join(path, "config.json")) and (differs := _differs(path, config)):
+            print(f"--workdir {path}: a run with {differs} ended there before its first step; taken over")
         with atomic_write(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
     except OSError as error:
         raise InputError(f"--workdir {path}: {error.strerror}") from None
+
+
+def try_workdir(path: str, config: Mapping[str, object]) -> None:
+    """Raise what `open_workdir` would, and write nothing."""
+    try:
+        there = path
+        while not os.path.lexists(there):
+            there = os.path.dirname(there) or "."
+        if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+            raise OSError(code := errno.EACCES if os.path.isdir(there) else errno.ENOTDIR, os.strerror(code))
+        if os.path.exists(os.path.join(path, "config.json")):
+            if (differs := _differs(path, config)) and has_begun(path):
+                raise InputError(f"--workdir {path} belongs to a run with {differs}; choose another --workdir")
+            _check_steps(path, config["steps"])
+        if os.path.exists(os.path.join(path, "lock")):
+            _hold(path)
+    except OSError as error:
+        raise InputError(f"--workdir {path}: {error.strerror}") from None
+
+
+def has_begun(path: str) -> bool:
+    """Return whether the run in a workdir has done anything that the next one would go on from, or lose.
+
+    That is a checkpoint, a step in metrics.jsonl, or a result of a task other than training. Raises InputError where
+    metrics.jsonl is damaged.
+    """
+    if any(os.path.exists(os.path.join(path, name)) for name in RESULTS) or _saved_steps(path):
+        return True
+    return any(row["step"] for row in read_metrics(path))
 
 
 class Record(Checked):
@@ -71,7 +103,8 @@ def check_workdir(path: str, config: Mapping[str, object]) -> None:
     if not os.path.exists(file):
         raise InputError(f"--workdir {path}: there is no run (it has no config.json)")
     before = _recorded(path).config
-    _check_same(path, before, {**config, "task": before.get("task")})
+    if differs := _difference(before, {**config, "task": before.get("task")}):
+        raise InputError(f"--workdir {path} belongs to a run with {differs}; choose another --workdir")
 
 
 def recorded_config(path: str) -> dict[str, object]:
@@ -98,17 +131,19 @@ def may_change(key: str) -> bool:
     return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE
 
 
-def _check_same(
-    path: str, before: Mapping[str, object], now: Mapping[str, object], fixed: Collection[str] = ()
-) -> None:
-    """Raise InputError for a key that differs and may not change, or is one of `fixed`."""
+def _differs(path: str, config: Mapping[str, object]) -> str:
+    """Return how the config of a workdir differs from `config`; "" where a run of this one may go on there."""
+    before = _recorded(path).config
+    return _difference(before, config, HOLD_OUT if _holds_out(before) or _holds_out(config) else ())
+
+
+def _difference(before: Mapping[str, object], now: Mapping[str, object], fixed: Collection[str] = ()) -> str:
+    """Return the first key that differs and may not change or is one of `fixed`, and its values; "" for none."""
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
         if (key in fixed or not may_change(key)) and old.get(key) != new.get(key):
-            raise InputError(
-                f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
-                "choose another --workdir"
-            )
+            return f"{key}={old.get(key)!r}, not {new.get(key)!r}"
+    return ""
 
 
 def _holds_out(config: Mapping[str, object]) -> bool:
@@ -119,12 +154,17 @@ def _holds_out(config: Mapping[str, object]) -> bool:
 
 
 def _check_steps(path: str, steps: object) -> None:
-    folder = os.path.join(path, "checkpoints")
-    names = [name for name in os.listdir(folder) if name.isdecimal()] if os.path.isdir(folder) else []
     # A folder without a record is no checkpoint: the run goes on without it.
-    done = max((int(name) for name in names if os.path.isdir(os.path.join(folder, name, "digests"))), default=0)
+    records = (os.path.join(path, "checkpoints", name, "digests") for name in _saved_steps(path))
+    done = max((int(record.split(os.sep)[-2]) for record in records if os.path.isdir(record)), default=0)
     if isinstance(steps, int) and done > steps:
         raise InputError(f"steps={steps}, but the run in --workdir {path} has already done {done}")
+
+
+def _saved_steps(path: str) -> list[str]:
+    """Return the names of the folders of checkpoints, whole or not."""
+    folder = os.path.join(path, "checkpoints")
+    return [name for name in os.listdir(folder) if name.isdecimal()] if os.path.isdir(folder) else []
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import rich.table
 
 from specrl_jax.config import Config
+from specrl_jax.core import open_written
 from specrl_jax.data.problem import Problem
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
@@ -49,7 +50,7 @@ def evaluate_policy(
     }
     if rollout.eval_engine.draft_length:
         summary |= speculation_metrics(result.rollouts)
-    with open(os.path.join(workdir, "evaluation.json"), "w") as file:
+    with open_written(os.path.join(workdir, "evaluation.json")) as file:
         json.dump(summary, file, indent=2)
     result.write(os.path.join(workdir, "generations.jsonl"), rollout.tokenizer, problems.validation)
     if warning := result.scores.warning():

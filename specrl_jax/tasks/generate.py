@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig
 from specrl_jax.config.validate import validate
+from specrl_jax.core import open_written
 from specrl_jax.data.prompts import holds_special
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Messages, Tokenizer
@@ -23,7 +24,7 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io import rollout_html
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
-from specrl_jax.io.workdir import open_workdir
+from specrl_jax.io.workdir import open_workdir, try_workdir
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, Rollout, build
 from specrl_jax.training.initial import initial_weights
@@ -37,6 +38,7 @@ DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, 
 def run(config: Config, workdir: str) -> None:
     """task=generate: answer generate.prompts, or the validation problems, into generations.jsonl."""
     learner, rollout = build(config)
+    try_workdir(workdir, dataclasses.asdict(config))
     prompts = list(config.generate.prompts)
     if prompts:
         special = [holds_special("generate.prompts", x, rollout.tokenizer, config.data.special_tokens) for x in prompts]
@@ -202,7 +204,7 @@ def generate(generator: Generator, prompts: Sequence[str], config: Config, workd
     generator.compile(on_program)
     out = generator.generate(prompts, config.generate.samples, config.rollout.seed, on_progress)
     path = os.path.join(workdir, "generations.jsonl")
-    with open(path, "w") as file:
+    with open_written(path) as file:
         for i, prompt in enumerate(out.prompts):
             row = recorded(prompt) | {"response": out.texts[i], "tokens": out.tokens[i]}
             row |= {"token_texts": out.token_texts[i], "logprobs": out.logprobs[i].tolist()}
@@ -210,7 +212,7 @@ def generate(generator: Generator, prompts: Sequence[str], config: Config, workd
             row |= {"ended": bool(out.ended[i])}
             file.write(json.dumps(row) + "\n")
     summary = out.speculation | {"rollout/tokens_per_second": out.tokens_per_second, "time/generate": out.seconds}
-    with open(os.path.join(workdir, "generation.json"), "w") as file:
+    with open_written(os.path.join(workdir, "generation.json")) as file:
         json.dump(summary, file, indent=2)
     for i in range(min(4, len(out.texts))):
         print(f"--- {out.prompts[i]!r}\n{out.texts[i]}")

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from specrl_jax.config import Config
-from specrl_jax.core import Jitted, Mean, Params, masked_mean
+from specrl_jax.core import Jitted, Mean, Params, masked_mean, open_written
 from specrl_jax.data.problem import TURN_END, Problem
 from specrl_jax.data.rows import Rows, make_rows, packed_rows
 from specrl_jax.data.sources import ProblemStream
@@ -22,7 +22,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
-from specrl_jax.io.workdir import open_output, open_workdir
+from specrl_jax.io.workdir import open_output, open_workdir, try_workdir
 from specrl_jax.learner.batch import Packing, pack_alike, power_of_two
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
@@ -41,6 +41,7 @@ SHORTEST = 256  # row, tokens
 def run(config: Config, workdir: str) -> None:
     """Train a policy from random weights into `pretrain.output`."""
     learner, rollout = build(config)
+    try_workdir(workdir, dataclasses.asdict(config))
     open_output("pretrain.output", config.pretrain.output)
     problems = load_problems(config, rollout.tokenizer)
     with make_scorer(config, problems.first_rows(rollout.tokenizer)) as scorer:
@@ -86,7 +87,7 @@ def pretrain(
 def write_log(log: Sequence[Mapping[str, float | None]], *folders: str) -> None:
     """Write log.jsonl to each folder."""
     for folder in folders:
-        with open(os.path.join(folder, "log.jsonl"), "w") as file:
+        with open_written(os.path.join(folder, "log.jsonl")) as file:
             file.writelines(json.dumps(row) + "\n" for row in log)
 
 

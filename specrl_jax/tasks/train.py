@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from specrl_jax.io.plots import plot_run
 from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.trackers import Trackers
+from specrl_jax.io.wandb import WandbRun
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
@@ -52,16 +55,25 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
       [0, 1]
     """
     with contextlib.ExitStack() as ending:
-        inputs = ending.enter_context(open_inputs(config, workdir))
+        trackers = ending.enter_context(contextlib.closing(Trackers()))
+        opening = functools.partial(open_trackers, trackers, workdir)
+        inputs = ending.enter_context(open_inputs(config, workdir, opening=opening))
         assert inputs.scorer is not None  # it was asked for
+        trackers.tell(lambda tracker: tracker.configure(dataclasses.asdict(inputs.config)))
         with refused_together():
-            page, port = None, config.logging.prometheus_port
-            if port and is_first_process():
-                page = ending.enter_context(contextlib.closing(PrometheusPage(port)))
             learner, rollout = inputs.build()
             if is_first_process():
                 open_workdir(workdir, dataclasses.asdict(inputs.config))
         if config.pipeline.workers:
             rollout = with_workers(rollout, ending.enter_context(open_workers(config, workdir)))
         stop = stop or threading.Event()
-        yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, page)
+        yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, trackers)
+
+
+def open_trackers(trackers: Trackers, workdir: str, config: Config) -> None:
+    """Open those that the config asks for. Raises InputError where one cannot be had."""
+    logging = config.logging
+    if logging.prometheus_port:
+        trackers.add(PrometheusPage(logging.prometheus_port))
+    if logging.wandb_project:
+        trackers.add(WandbRun(logging.wandb_project, workdir, dataclasses.asdict(config)))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import distributed
+from specrl_jax.core import open_written
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer
@@ -71,7 +72,7 @@ class Evaluation(NamedTuple):
     def write(self, path: str, tokenizer: Tokenizer, sets: Mapping[str, list[Problem]]) -> None:
         """Write every response as a line of JSON."""
         names = [name for name, problems in sets.items() for _ in problems]
-        with open(path, "w") as file:
+        with open_written(path) as file:
             for row, prompt in enumerate(self.rollouts.prompt_index):
                 problem = self.problems[prompt]
                 record = {

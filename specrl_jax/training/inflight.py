@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from specrl_jax.core import atomic_write
+from specrl_jax.core import atomic_write, open_written
 from specrl_jax.json_files import LINE_BYTES, Checked, check, parse_json, read_lines
 
 FILE = "weight_updates_{}.jsonl"  # of each process
@@ -53,7 +53,7 @@ class WeightUpdates:
             (chosen,) = self._agree(newest if repeated is None else repeated.get(chunk, current))
             if chosen != current:
                 current = chosen
-                with open(self._path, "a") as file:
+                with open_written(self._path, "a") as file:
                     file.write(_line(WeightUpdate(step=step, chunk=chunk, policy=chosen)))
             return chosen
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -14,8 +14,9 @@ from specrl_jax.config.validate import validate
 from specrl_jax.data.prompts import AUTO
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import Messages, Tokenizer
-from specrl_jax.distributed import agree, exchange, refused_together
-from specrl_jax.errors import Mistakes
+from specrl_jax.distributed import agree, exchange, is_first_process, refused_together
+from specrl_jax.errors import InputError, Mistakes
+from specrl_jax.io.workdir import has_begun, try_workdir
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import learner_devices, make_mesh
@@ -32,6 +33,8 @@ from specrl_jax.training.choices import (
 )
 from specrl_jax.training.plan import Plan, make_plan, policy_sizes
 from specrl_jax.training.problems import Problems, load_problems
+
+SAMPLED = 1000  # rows of a file that are read for further mistakes, where there are some already
 
 
 class Inputs(NamedTuple):
@@ -74,21 +77,34 @@ class AnyText:
 
 
 @contextlib.contextmanager
-def open_inputs(config: Config, workdir: str, train: bool = True, rewards: bool = True) -> Iterator[Inputs]:
+def open_inputs(
+    config: Config,
+    workdir: str,
+    train: bool = True,
+    rewards: bool = True,
+    opening: Callable[[Config], None] = lambda config: None,
+) -> Iterator[Inputs]:
     """Check a config, read what it names, choose what it leaves open, and start the rewards. Processes do it together.
+
+    What takes no time is checked first: where it is wrong, only the first rows of the data are read.
 
     Args:
       workdir: where a run that is resumed has written what it chose.
+      opening: called in the first process before the data is read, where nothing was wrong until then.
       train: whether training problems are needed.
       rewards: whether a scorer is needed.
     Raises:
       InputError: with every mistake in config, policy, tokenizer, draft, data and rewards.
     """
-    own = json.dumps([recorded_values(workdir), device_memory()])
+    recorded: dict[str, object] = {}
+    with contextlib.suppress(InputError):  # which `try_workdir` raises
+        recorded = recorded_values(workdir) if has_begun(workdir) else {}
+    own = json.dumps([recorded, device_memory()])
     shared = [json.loads(text) for text in exchange(own)]
     with contextlib.ExitStack() as ending:
         with refused_together():
-            found = _find(config, shared[0][0], min(memory for _, memory in shared), train, rewards, ending)
+            sizes = shared[0][0], min(memory for _, memory in shared)
+            found = _find(config, workdir, *sizes, train, rewards, opening, ending)
         if any(len(group) > 1 for group in found.plan.groups.groups):
             # One engine of several processes has one number of pages, whatever memory each of them found.
             agree({"rollout.cache_gb, in pages": [found.plan.limits.pages, found.plan.eval_limits.pages]})
@@ -97,10 +113,12 @@ def open_inputs(config: Config, workdir: str, train: bool = True, rewards: bool 
 
 def _find(
     config: Config,
+    workdir: str,
     recorded: Mapping[str, object],
     memory: int,
     train: bool,
     rewards: bool,
+    opening: Callable[[Config], None],
     ending: contextlib.ExitStack,
 ) -> Inputs:
     mistakes = Mistakes()
@@ -127,10 +145,16 @@ def _find(
                 check_draft(config, model)
     with mistakes.check():
         config = choose_formats(config, tokenizer, detects)
+    if is_first_process():
+        with mistakes.check():
+            try_workdir(workdir, dataclasses.asdict(config))
+        with mistakes.check():
+            if not mistakes.found:
+                opening(config)
     with mistakes.check():
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
-        problems = load_problems(readable, tokenizer or AnyText(), train)
+        problems = load_problems(readable, tokenizer or AnyText(), train, most=SAMPLED if mistakes.found else None)
     with mistakes.check():
         if rewards:
             rows = problems.first_rows(tokenizer) if problems is not None and tokenizer is not None else []

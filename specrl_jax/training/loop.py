@@ -11,13 +11,11 @@ import jax
 import numpy as np
 
 from specrl_jax import distributed
-from specrl_jax.config import Config
-from specrl_jax.errors import RunFailed, Stopped, WorkersFailed
+from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
-from specrl_jax.io.progress import Display, PhaseClock
-from specrl_jax.io.prometheus import PrometheusPage
+from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.signals import raise_once_set
-from specrl_jax.io.wandb import WandbRun
+from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, prepare
@@ -41,7 +39,7 @@ def training_steps(
     scorer: Scorer,
     workdir: str,
     stop: threading.Event,
-    page: PrometheusPage | None = None,
+    trackers: Trackers | None = None,
 ) -> Iterator[Row]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
 
@@ -49,7 +47,7 @@ def training_steps(
 
     Args:
       stop: set by a signal handler; the run then saves the last finished step and leaves.
-      page: shows the newest metrics; of the first process.
+      trackers: show the metrics too; of the first process.
     Raises:
       Stopped: where `stop` was set; the last finished step is saved, unless its next rollouts are still under way.
       InputError: a checkpoint or data position that does not fit.
@@ -57,7 +55,7 @@ def training_steps(
         written, or no checkpoint is whole; says what is kept.
     """
     scorer.start()
-    run = _Run(learner, rollout, problems, scorer, workdir, stop, page)
+    run = _Run(learner, rollout, problems, scorer, workdir, stop, trackers or Trackers())
     with run.display, contextlib.ExitStack() as ending:
         try:
             with distributed.leave_with_others():
@@ -75,7 +73,7 @@ def training_steps(
         except (NotScored, WorkersFailed) as error:
             raise RunFailed(f"{error}; {run.checkpoints.kept()}") from None
         except OSError as error:
-            raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {run.checkpoints.kept()}") from None
+            raise RunFailed(f"{system_line(error)}; {run.checkpoints.kept()}") from None
         finally:
             ending.close()  # before what all devices take part in
             run.close()
@@ -94,7 +92,7 @@ class _Run:
         scorer: Scorer,
         workdir: str,
         stop: threading.Event,
-        page: PrometheusPage | None,
+        trackers: Trackers,
     ) -> None:
         self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
         self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
@@ -112,12 +110,13 @@ class _Run:
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
         kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
-        self.writer = _open_metrics(self.config, workdir, kept, page)
         self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
+        trackers.say = self.display.say
+        self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
         rollout.announce(self.display.say_engine_program)
-        self.evaluation = 0.0  # seconds of the last one
+        self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
         self.remarks = ""  # on `step`, for its line
         self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
 
@@ -152,7 +151,9 @@ class _Run:
                 self.learner, self.rollout, self.state, self.pipeline, speculation, self.replay, step, clock, self.stop
             )
         self.step, self.position, generated = step, result.position, result.generated
-        row = self._metrics(result)
+        row = self._metrics(result) | {"time/compile": clock.compiled()}
+        if not (self.generation and compiles(row)):
+            self.generation = row["time/generate"]
         tokenizer, shown = self.rollout.tokenizer, self.config.logging.rollouts
         self.writer.write_rollouts(step, rollout_samples(generated, tokenizer, self.config.draft.kind, shown))
         lengths = generated.rollouts.response_length
@@ -163,13 +164,11 @@ class _Run:
 
     def show_step(self, row: Row) -> None:
         """Print the line of a step whose row is written."""
-        aside, comparison = row.get("time/evaluate", 0.0), 0.0
-        self.evaluation = aside or self.evaluation
         note = _note(row, self.rollout.engine.draft_length, self.remarks)
-        if self.compares:  # about as long as so many generations of a step: a warm-up, then rounds, of both
-            comparison = 2 * (self.config.draft.compare_rounds + 1) * row.get("time/generate", 0.0)
+        # The comparison takes as long as so many generations of a step: a warm-up, then rounds, of both.
+        comparison = 2 * (self.config.draft.compare_rounds + 1) * self.generation if self.compares else 0.0
         ahead = comparison + self.evaluation * evaluations_left(self.step, self.config.steps, self.config.eval.every)
-        self.display.finish_step(self.step, note, aside, ahead)
+        self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead)
 
     def _metrics(self, result: StepResult) -> Row:
         """Return the metrics of the step, with its alarms; keep its remarks."""
@@ -206,7 +205,8 @@ class _Run:
         """Return the metrics of an evaluation after a step."""
         with self.devices:
             weights, _ = prepare(self.learner, self.rollout, self.state)
-            return evaluation_metrics(
+            clock = PhaseClock(self.display)
+            row = evaluation_metrics(
                 self.rollout,
                 weights,
                 self.problems,
@@ -216,6 +216,8 @@ class _Run:
                 self.display,
                 self.monitor.speculation.lengths_for,
             )
+            self.evaluation = clock.total() - clock.compiled()
+            return row
 
     def _compare(self) -> dict[str, float]:
         """Return the metrics of the closing comparison with plain decoding."""
@@ -261,17 +263,6 @@ def _written_rows(workdir: str) -> list[Row]:
 def _is_written(written: Sequence[Row], step: int) -> bool:
     """Return whether the first process found the row of a step. Collective."""
     return distributed.any_process(any(row["step"] == step for row in written))
-
-
-def _open_metrics(
-    config: Config, workdir: str, kept: Sequence[Row], page: PrometheusPage | None
-) -> MetricsWriter | NoMetrics:
-    """Open the metrics of the first process; the others write none."""
-    if not distributed.is_first_process():
-        return NoMetrics()
-    project = config.logging.wandb_project
-    wandb = WandbRun(project, workdir, dataclasses.asdict(config)) if project else None
-    return MetricsWriter(workdir, kept, wandb, page)
 
 
 def evaluations_left(step: int, steps: int, every: int) -> int:

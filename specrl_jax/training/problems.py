@@ -53,11 +53,12 @@ class Problems:
         return ProblemStream(self.train, batch_size, self.config.seed, self.config.data.weights)
 
 
-def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> Problems:
+def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, most: int | None = None) -> Problems:
     """Read and check the problems of a config, and print what was kept of each file.
 
     Args:
       train: whether training problems are needed; else they are not read.
+      most: rows of each file that are read, to find mistakes alone; None: all.
     Raises:
       InputError: a file or row that cannot be used, of training and validation one each; a prompt that is too long,
         too few validation problems.
@@ -65,12 +66,12 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> P
     reports: list[str] = []
     mistakes, training = Mistakes(), list[Source]()
     with mistakes.check():
-        validation = _validation(config, tokenizer, reports)
+        validation = _validation(config, tokenizer, reports, most)
     with mistakes.check():
         if holds_out(config):
-            training, validation = _held_out(config, tokenizer, reports)
+            training, validation = _held_out(config, tokenizer, reports, most)
         elif train:
-            training = _training(config, tokenizer, reports)
+            training = _training(config, tokenizer, reports, most)
     mistakes.refuse()
     problems = Problems(config, training if train else [], validation)
     if train:
@@ -85,7 +86,7 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> P
         known += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
     longest = config.rollout.max_prompt_tokens or LONGEST
     check_prompts([tokenizer.encode(problem.prompt) for problem in known], longest)
-    for line in reports:
+    for line in reports if most is None else ():
         print(line)
     return problems
 
@@ -112,12 +113,12 @@ def holds_out(config: Config) -> bool:
 
 
 def _held_out(
-    config: Config, tokenizer: Tokenizer, reports: list[str]
+    config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None
 ) -> tuple[list[Source], dict[str, list[Problem]]]:
     """Return training sources without the problems that are held out, evenly spaced in each file, and those."""
     e, paths = config.eval, split_paths(config.data.path, "data.path")
     train, validation = list[Source](), dict[str, list[Problem]]()
-    for name, problems in zip(set_names(paths), _read(config, tokenizer, "data", paths, reports)):
+    for name, problems in zip(set_names(paths), _read(config, tokenizer, "data", paths, reports, most)):
         n = min(e.problems, max(1, round(e.holdout * len(problems))))
         if n >= len(problems):
             raise InputError(
@@ -130,13 +131,13 @@ def _held_out(
     return train, validation
 
 
-def _training(config: Config, tokenizer: Tokenizer, reports: list[str]) -> list[Source]:
+def _training(config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None) -> list[Source]:
     if not config.data.path:
         return [TaskSource(config.data.task, "train", config.seed)]
-    return [*_read(config, tokenizer, "data", split_paths(config.data.path, "data.path"), reports)]
+    return [*_read(config, tokenizer, "data", split_paths(config.data.path, "data.path"), reports, most)]
 
 
-def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dict[str, list[Problem]]:
+def _validation(config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None) -> dict[str, list[Problem]]:
     """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task.
 
     Raises InputError where data.path is given and nothing to validate on.
@@ -147,7 +148,7 @@ def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dic
     sets: dict[str, Source]
     if e.path:
         paths = split_paths(e.path, "eval.path")
-        sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths, reports)))
+        sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths, reports, most)))
     elif config.data.path and not e.task:
         raise InputError(
             "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a share "
@@ -160,7 +161,12 @@ def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dic
 
 
 def _read(
-    config: Config, tokenizer: Tokenizer, section: str, paths: Sequence[str], reports: list[str]
+    config: Config,
+    tokenizer: Tokenizer,
+    section: str,
+    paths: Sequence[str],
+    reports: list[str],
+    most: int | None = None,
 ) -> list[list[Problem]]:
     """Read the problems of each file. A training prompt counts once over all files; validation sets stay complete."""
     d, e, validates = config.data, config.eval, section == "eval"
@@ -176,6 +182,7 @@ def _read(
         f"{section}.path",
         d.special_tokens,
         fault_of_tests if CODE in config.reward.names else None,
+        most,
     )
     keys, found = Schema(d.prompt_key, d.answer_key), []
     for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):

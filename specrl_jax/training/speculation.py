@@ -144,16 +144,17 @@ class Speculation:
         finite = diagnostics is None or diagnostics.finite
         if finite and predicted is not None and self.controller:
             self.controller.predict(predicted.tolist())
-        # Where drafts were longer than the learner unrolls, the positions that both know.
+        # The alarm compares the positions that both know, where drafts were longer than the learner unrolls.
         positions = min(1 if predicted is None else len(predicted), len(drafted))
-        drafted, accepted = drafted[:positions], accepted[:positions]
         if finite and not drafted.sum():
             return {"spec/alarm": float(self.alarm.tripped)}
-        verifications, expected = int(drafted[0]), None if finite else float("nan")
+        verifications, expected, row = int(drafted[0]), None if finite else float("nan"), dict[str, float]()
         if finite and predicted is not None:
-            expected = float((predicted[:positions] * drafted).sum() / verifications)
-        self.alarm.observe(float(accepted.sum() / max(verifications, 1)), expected, verifications)
-        row = {} if expected is None else {"spec/acceptance_predicted": 1 + expected}
+            terms = extended(predicted, len(drafted)) * drafted / verifications
+            row, expected = {"spec/acceptance_predicted": 1 + float(terms.sum())}, float(terms[:positions].sum())
+        elif not finite:
+            row = {"spec/acceptance_predicted": float("nan")}
+        self.alarm.observe(float(accepted[:positions].sum() / max(verifications, 1)), expected, verifications)
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
     def _add_to_history(self, rollouts: Rollouts) -> None:
@@ -199,6 +200,16 @@ class Speculation:
         # Absent where nothing was kept yet.
         if self.history is not None and "tokens" in arrays:
             self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+
+
+def extended(acceptance: np.ndarray, positions: int) -> np.ndarray:
+    """Return the acceptance [positions] of drafts longer than `acceptance` knows, counted with all before them.
+
+    Given those before it, each further draft is accepted as the last known one, as the controller assumes too.
+    """
+    above = acceptance[-2] if len(acceptance) > 1 else 1.0
+    ratio = acceptance[-1] / above if above > 0 else 0.0
+    return np.append(acceptance, acceptance[-1] * ratio ** np.arange(1, positions - len(acceptance) + 1))[:positions]
 
 
 def coupled_acceptance(acceptance: np.ndarray) -> np.ndarray:

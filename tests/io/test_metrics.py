@@ -6,7 +6,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from specrl_jax.errors import InputError
-from specrl_jax.io.metrics import _markdown, read_metrics
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.tensorboard import _markdown
 
 GOOD = b'{"step": 0, "reward/mean": 0.5, "eval/accuracy": null, "policy/updates": 3}\n'
 

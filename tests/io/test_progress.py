@@ -1,11 +1,14 @@
 """The lines of a run in a file and on a terminal, and the time left."""
 
 import threading
+import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from specrl_jax.io import progress
-from specrl_jax.io.progress import Display, Pace
+from specrl_jax.io.progress import CompileClock, Display, Pace
 
 LONG = "ALARM: truncated (" + 60 * "[/red] :warning: " + ")"
 
@@ -60,3 +63,50 @@ def test_the_time_left_is_that_of_the_median_step_without_what_is_aside():
     assert pace.left(4) == pytest.approx(40.0)
     pace.finish(8, 174.0)  # two at once: a second each
     assert pace.left(4) == pytest.approx(38.0)
+
+
+def test_the_time_left_is_that_of_steps_that_compiled_nothing():
+    pace = Pace()
+    pace.finish(1, 100.0, compiled=95.0)
+    pace.finish(2, 200.0, compiled=90.0)
+    assert pace.left(10) is None
+    for step, now in ((3, 205.0), (4, 305.0), (5, 310.0)):
+        pace.finish(step, now, compiled=80.0 if step == 4 else 0.1)
+    assert pace.left(10) == pytest.approx(50.0)
+
+
+def test_a_step_in_which_programs_compile_says_no_other_time(clock, capsys):
+    with Display(9, 0, threading.Event()) as display:
+        for step, seconds, compiled in (
+            (1, 5.0, 4.0),
+            (2, 5.0, 0.0),
+            (3, 65.0, 60.0),
+            (4, 65.0, 60.0),
+            (5, 65.0, 60.0),
+        ):
+            clock[0] += seconds
+            display.compiling.listen("/jax/core/compile/backend_compile_duration", compiled)
+            display.finish_step(step, "a")
+    left = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["a", "0:00:35 left", "0:00:30 left", "0:00:25 left", "0:00:20 left"]
+
+
+def test_seconds_of_compiling_count_once_whatever_compiles_at_a_time(clock):
+    compiling = CompileClock()
+    for now, seconds in ((110.0, 4.0), (111.0, 2.0), (120.0, 5.0), (123.0, 10.0)):
+        clock[0] = now
+        compiling.listen("/jax/core/compile/backend_compile_duration", seconds)
+        compiling.listen("/jax/another_event", 50.0)
+    assert compiling.seconds(100.0) == pytest.approx(15.0)  # 106 to 111, 113 to 123
+    assert compiling.seconds(109.0) == pytest.approx(12.0)
+    assert compiling.seconds(123.0) == 0.0
+
+
+def test_what_jax_compiles_while_a_display_is_open_is_noticed():
+    with Display(1, 0, threading.Event(), shown=False) as display:
+        start = time.perf_counter()
+        jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)))
+        found = display.compiling.seconds(start)
+        assert 0 < found < time.perf_counter() - start
+    jax.block_until_ready(jax.jit(lambda x: x * 5 + 1)(jnp.arange(7)))
+    assert display.compiling.seconds(start) == pytest.approx(found)

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.prometheus import PrometheusPage
+from specrl_jax.io.trackers import Trackers
 from tests.helpers.runs import arguments, start_process
 
 
@@ -33,7 +34,9 @@ def test_the_page_has_the_newest_values_until_it_is_closed(tmp_path):
     page = PrometheusPage(port)
     assert scrape(port) == {}
     kept = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "reward/mean": 0.5}]
-    writer = MetricsWriter(str(tmp_path), kept, page=page)
+    trackers = Trackers()
+    trackers.add(page)
+    writer = MetricsWriter(str(tmp_path), kept, trackers)
     assert scrape(port) == {"specrl_step": 1.0, "specrl_eval_accuracy": 0.25, "specrl_reward_mean": 0.5}
     writer.write({"step": 2, "reward/mean": 0.75, "reward/part/a-b.c": 1.0, "draft/loss": math.nan})
     found = scrape(port)
@@ -45,7 +48,6 @@ def test_the_page_has_the_newest_values_until_it_is_closed(tmp_path):
         "specrl_reward_part_a_b_c": 1.0,
     }
     writer.close()
-    page.close()
     with pytest.raises(urllib.error.URLError):
         scrape(port)
 

@@ -58,6 +58,47 @@ def test_one_line_each_for_what_a_run_achieved(capsys):
     }
 
 
+def shares(line):
+    """Return {part: per cent} and the seconds of the line about a step."""
+    parts, _, total = line.rpartition(" of ")
+    return {name: int(share[:-1]) for name, _, share in (part.rpartition(" ") for part in parts.split(", "))}, total
+
+
+@pytest.mark.parametrize("seconds", [(1, 1, 1, 1, 1), (0.014, 0.014, 3.2, 0.114, 1.6), (1, 1, 1, 0, 0)])
+@pytest.mark.parametrize("glue", [0.0, 0.3, 5.0])
+def test_the_shares_of_a_step_add_up(seconds, glue, capsys):
+    """Steps of different seconds, whose medians would not; what is between the phases has a share too."""
+    rows = [{"step": 0}, row_of(1, **{"time/total": 99.0, "time/train": 95.0})]
+    for step in (2, 3, 4):
+        phases = {f"time/{phase}": x * (1 + (i == step)) for i, (phase, x) in enumerate(zip(PHASES, seconds))}
+        rows.append(row_of(step, **phases, **{"time/total": sum(phases.values()) + glue}))
+    print_report(rows, 0, "figure.png")
+    found, _ = shares(printed(capsys)["time of a step"])
+    assert sum(found.values()) == 100 and min(found.values()) >= 0
+    assert found.get("between them", 0) == pytest.approx(100 * 3 * glue / sum(r["time/total"] for r in rows[2:]), abs=1)
+
+
+def test_what_is_generated_beside_the_learner_is_no_share_of_its_step(capsys):
+    beside = {"time/generate": 7.0, "time/exposed_generation": 1.0, "time/data": 3.0, "time/total": 4.0}
+    print_report([row_of(step, **beside) for step in (1, 2)], 0, "figure.png")
+    found, _ = shares(printed(capsys)["time of a step"])
+    assert found == {"prepare": 25, "waiting for rollouts": 25, "logprob": 25, "train": 25}
+
+
+def test_medians_leave_out_steps_that_compiled(capsys):
+    def step(number, compiled, total, speed):
+        times = {"time/compile": compiled, "time/total": total, "rollout/tokens_per_second": speed}
+        return row_of(number, **times, **{"time/train": total - 4})
+
+    slow = [step(i, 90.0, 100.0, 7.0) for i in (1, 2, 4, 5)]
+    print_report([*slow[:2], step(3, 0.1, 10.0, 100.0), *slow[2:], step(6, 0.0, 10.0, 100.0)], 0, "figure.png")
+    lines = printed(capsys)
+    assert lines["rollouts"] == "100 tokens/s"
+    assert lines["time of a step"] == "data 10%, prepare 10%, generate 10%, logprob 10%, train 60% of 10 s"
+    print_report(slow, 0, "figure.png")
+    assert printed(capsys)["time of a step"].endswith("of 100 s, with compiling")
+
+
 DRAFT = {"spec/acceptance_length": 2.5, "spec/acceptance_rate_pos_1": 0.8}
 TRAINED = DRAFT | {"draft/loss": 1.0, "draft/grad_norm": 1.0}
 PANELS = {

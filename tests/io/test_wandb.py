@@ -19,9 +19,10 @@ def offline(monkeypatch):
 
 def use(workdir, steps):
     run = WandbRun("specrl", str(workdir), {"steps": 2, "policy": {"preset": "nano"}})
+    run.begin([])
     for step in steps:
-        run.log({"step": step, "reward/mean": 0.5, "missing": None}, {"reward": np.array([0.0, 1.0])})
-        run.log_rollouts(step, [{"id": 1, "reward": 1.0, "prompt": "1+1", "response": "2", "tokens": [3]}])
+        run.write({"step": step, "reward/mean": 0.5, "missing": None}, {"reward": np.array([0.0, 1.0])})
+        run.write_rollouts(step, [{"id": 1, "reward": 1.0, "prompt": "1+1", "response": "2", "tokens": [3]}])
     run.close()
 
 

@@ -57,8 +57,8 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
     sequences = [np.array([*prompt, *response], np.int32) for prompt, response in texts]
     tokens = np.stack([np.pad(text, (0, 9 - len(text))) for text in sequences])
     found = types.SimpleNamespace(
-        drafted=np.array([[0, 0, 0], drafted], np.int32),
-        accepted=np.array([[0, 0, 0], accepted], np.int32),
+        drafted=np.array([[0] * len(drafted), drafted], np.int32),
+        accepted=np.array([[0] * len(drafted), accepted], np.int32),
         tokens=tokens,
         prompt_length=np.array([len(prompt) for prompt, _ in texts]),
         length=np.array([len(text) for text in sequences]),
@@ -95,10 +95,23 @@ def test_the_predicted_length_is_that_of_the_lengths_drafted():
     assert row == {"spec/acceptance_predicted": pytest.approx(2.25), "spec/alarm": 0.0}
 
 
-def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
-    speculation, short = Speculation(*setup_of()), DraftDiagnostics(*(x[:1] for x in vars(DIAGNOSTICS).values()))
+@pytest.mark.parametrize(
+    ("unrolled", "predicted"),
+    [(1, 1 + 0.8 + 0.8**2 + 0.8**3), (2, 1 + 0.8 + 0.5 + 0.5 * 0.5 / 0.8), (3, 1 + 0.8 + 0.5 + 0.25)],
+)
+def test_drafts_longer_than_the_learner_unrolls_are_all_predicted(unrolled, predicted):
+    """Given those before it, each further one as the last known; the alarm compares those that are known."""
+    speculation = Speculation(*setup_of())
+    short = DraftDiagnostics(*(x[:unrolled] for x in vars(DIAGNOSTICS).values()))
     row = speculation.observe(rollouts_of((800, 0, 0)), short)
-    assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
+    assert row == {"spec/acceptance_predicted": pytest.approx(predicted), "spec/alarm": 0.0}
+    assert speculation.alarm.expected == pytest.approx(PREDICTED[:unrolled].sum())
+
+
+def test_only_drafted_positions_are_predicted():
+    """The learner unrolls three steps, drafts were two."""
+    row = Speculation(*setup_of(length=2)).observe(rollouts_of((800, 500), (1000, 1000)), DIAGNOSTICS)
+    assert row["spec/acceptance_predicted"] == pytest.approx(2.3)
 
 
 @pytest.mark.parametrize("diagnostics", [None, DIAGNOSTICS], ids=["none", "known"])
