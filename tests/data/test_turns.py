@@ -85,7 +85,7 @@ def test_a_system_message_steers_unless_it_holds_a_text_of_the_data(qwen):
 
 def test_a_role_that_the_template_does_not_write_is_an_error(tmp_path):
     save_tokenizer(tmp_path, QWEN_TEMPLATE)
-    with pytest.raises(InputError, match="roles"):
+    with pytest.raises(InputError, match="leaves out message 3 of 3, role 'tool'"):
         TurnFormat(HFTokenizer(str(tmp_path)), "", True).tokens([{"role": "tool", "content": "42"}])
 
 
