@@ -22,7 +22,7 @@ class OverLimit(InputError):
 
 
 class Renderer:
-    """A process of `specrl_jax.data.templates`. It starts when it is needed, and anew after one that had to be ended."""
+    """A process of `specrl_jax.data.templates`, which starts when it is needed, and anew after it had to be ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # conversations ask from several threads

@@ -1,4 +1,4 @@
-"""Chat templates in Jinja as transformers renders them, and the process that does: `python -m specrl_jax.data.templates`.
+"""Render chat templates as transformers does, and serve that: `python -m specrl_jax.data.templates`.
 
 A template is a program that came with a downloaded checkpoint. It runs in jinja2's immutable sandbox, with the tags,
 filters and globals that transformers gives it and no others, in a process with limits of memory and of processor time.
@@ -32,7 +32,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 class Generation(jinja2.ext.Extension):
     """`{% generation %}` around what an assistant wrote: a mark for training, which changes nothing of the text."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as in jinja2
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """Return a call block, as transformers does: what is set in the block is not seen behind it."""
@@ -58,7 +58,7 @@ class Dict:
 class Namespace(jinja2.utils.Namespace):
     """What `namespace` is in a template: names that begin with an underscore are refused."""
 
-    def __init__(*arguments: Any, **values: Any) -> None:  # noqa: N805 - `self` may be one of the values
+    def __init__(*arguments: Any, **values: Any) -> None:
         self, *rest = arguments
         attributes = dict(*rest, **values)
         for name in attributes:

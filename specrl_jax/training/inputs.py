@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open, with_values
 from specrl_jax.config.validate import validate
-from specrl_jax.data.prompts import AUTO
+from specrl_jax.data.schemas import AUTO
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.distributed import agree, exchange, refused_together
@@ -126,8 +126,8 @@ def _find(
             elif is_valid:
                 check_draft(config, model)
     with mistakes.check():
+        # Where its format is not known, a file is not read: what it lacks has been said.
         config = choose_formats(config, tokenizer, detects)
-    with mistakes.check():
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
         problems = load_problems(readable, tokenizer or AnyText(), train)

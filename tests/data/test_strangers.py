@@ -9,7 +9,8 @@ import pytest
 
 from specrl_jax.data import renderer
 from specrl_jax.data import tokenizers as ours
-from specrl_jax.data.prompts import PromptFormat, Reader, Schema
+from specrl_jax.data.prompts import PromptFormat, Reader
+from specrl_jax.data.schemas import Schema
 from specrl_jax.data.tokenizers import HFTokenizer, load_tokenizer, try_folder
 from specrl_jax.errors import InputError
 from tests.helpers.tokenizers import QWEN_TEMPLATE, write
@@ -117,7 +118,10 @@ def test_a_lone_surrogate_is_one_line(folder):
 
 
 def test_of_several_templates_the_default_is_taken(folder):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "<{{ messages[0].content }}>"}]
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "<{{ messages[0].content }}>"},
+    ]
     write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": templates})
     assert HFTokenizer(str(folder)).apply_chat_template([{"role": "user", "content": "1"}]) == "<1>"
 

@@ -14,7 +14,10 @@ from tests.helpers.tokenizers import QWEN_TEMPLATE
 
 NEEDS_TRANSFORMERS = "make test-slow PARITY=1 brings this test back"
 TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
-THOUGHT = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "reasoning": "so", "tool_calls": None}]
+THOUGHT = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": "2", "reasoning": "so", "tool_calls": None},
+]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
 CALLED = [
     {"role": "user", "content": "1+1?"},
@@ -30,8 +33,8 @@ CASES = {
         "<|im_start|>What is 12 + 30?<|im_end|><|endoftext|>",
     ),
     "loop-controls": (
-        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% if loop.index > 3 %}{% break %}{% endif %}"
-        "{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% if loop.index > 3 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
         CONVERSATION,
         "userassistant",
     ),
@@ -90,7 +93,7 @@ def test_a_template_finds_what_transformers_gives(template, messages, text):
 
 @pytest.mark.parametrize("template", REFUSED)
 def test_what_transformers_refuses_is_refused(template):
-    with pytest.raises(Exception, match="no name|unsafe|no class"):
+    with pytest.raises(Exception, match=r"no name|unsafe|no class"):
         templates.render(template, CONVERSATION)
 
 
@@ -148,7 +151,7 @@ def test_chat_template_renders_and_encodes_as_in_transformers(folder):
 
 
 SYSTEM, ASKED = {"role": "system", "content": "Be brief.  "}, {"role": "user", "content": " What is <b>12</b> + 'x'?\n"}
-ANSWER = {"role": "assistant", "content": "<think>\nsum\n</think>\n\n42 \"é\""}
+ANSWER = {"role": "assistant", "content": '<think>\nsum\n</think>\n\n42 "é"'}
 PART = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]}
 CONVERSATIONS = [
     [ASKED],
