@@ -83,4 +83,5 @@ $(VENV)/installed-docs: requirements-docs.txt requirements-docs.lock
 
 $(VENV)/installed-parity: $(VENV)/installed-test requirements-parity.txt
 	$(BIN)/python -m pip install $(FLAGS) -r requirements-parity.txt
+	$(BIN)/python -m pip install $(FLAGS) --no-deps trl==1.16.0  # for its chat templates, which nothing imports
 	touch $@

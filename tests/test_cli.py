@@ -320,6 +320,24 @@ def test_mistakes_in_config_policy_data_and_reward_are_named_together(call, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing.jsonl", "no file"),
+        ("empty.jsonl", "is empty"),
+        ("a_file.csv", "are read"),
+        ("odd.jsonl", "which columns"),
+    ],
+)
+def test_data_whose_schema_is_to_be_found_has_one_line(call, tmp_path, no_work, files, name, said):
+    (files / "a_file.csv").write_text("prompt,answer\n")
+    (files / "odd.jsonl").write_text('{"input": "1+1", "output": "2"}\n')
+    overrides = [f"data.path={files / name}", f"eval.path={files}/good.jsonl", "data.schema=auto"]
+    status, _, err = call(arguments(*(f"--config.{o}" for o in overrides), workdir=tmp_path / "run"))
+    (line,) = err.splitlines()
+    assert status == 1 and str(files / name) in line and said in line and "schema=auto" not in line
+
+
 def test_values_that_cannot_be_are_named_together(call, tmp_path, no_work):
     lines = error_lines(call(arguments("--config.steps=-1", "--config.grpo.clip_low=2.0", workdir=tmp_path)))
     assert [line.split(": ")[1] for line in lines] == ["steps=-1", "grpo.clip_low=2.0"]

@@ -10,7 +10,8 @@ from specrl_jax.config import Config, DraftConfig, RewardConfig, check_values
 from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.schema import UINT32
 from specrl_jax.config.workers import check_workers
-from specrl_jax.data.prompts import PromptFormat, schema_names, split_paths
+from specrl_jax.data.prompts import PromptFormat, split_paths
+from specrl_jax.data.schemas import schema_names
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError, Mistakes

@@ -1,75 +1,121 @@
-"""Rows of JSONL and Parquet files and of folders of them, with their positions for error messages."""
+"""Rows of JSONL, JSON and Parquet files and of folders of them, with their positions for error messages.
+
+What a row takes of memory is bounded, whatever the file's size.
+"""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
-from specrl_jax.data.splits import PARQUET, data_files
+from specrl_jax.data.parquet import TooLarge, parquet_rows
+from specrl_jax.data.splits import OTHERS, PARQUET, READ, data_files
 from specrl_jax.errors import InputError
+from specrl_jax.json_files import MEBIBYTE
+
+# Of a line, and of the columns of a Parquet row. The longest of LiveCodeBench's has 80 MB.
+ROW_BYTES = 128 * MEBIBYTE
+LIST_BYTES = 1024 * MEBIBYTE  # of a *.json file with a list, which is read whole
+_BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_PARQUET = b"PAR1"  # begins such a file, whatever its name
 
 
 class Row(NamedTuple):
-    where: str  # file:line, or file:number of a Parquet row; both count from 1
+    where: str  # file:line, or file:number of a Parquet row or of an object in a list; all count from 1
     content: dict[str, object]
     fault: str  # why it is not an object; '' if it is one
 
 
-def read_rows(path: str, key: str) -> Iterator[Row]:
-    """Yield every row of a path's files (`data_files`), without blank lines of JSONL; a file's name decides between
-    Parquet and JSONL.
+def read_rows(path: str, key: str, columns: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield every row of a path's files (`data_files`), without blank lines of JSONL.
 
     Args:
       key: the config key that names the path.
+      columns: those that are asked for, of Parquet files: others may be missing from the rows. None: all.
     Raises:
-      InputError: for a file that is missing, unreadable, empty or not valid Parquet. A line that is not a JSON object
-        is returned as a Row with a fault, since some callers skip it.
+      InputError: for a file that is missing, unreadable, empty or of another kind. A line that is not a JSON object, or
+        a row that is too large, is returned as a Row with a fault, since some callers skip it.
     """
     for file in data_files(path, key):
-        yield from _file_rows(file, key)
+        empty = True
+        try:
+            for row in _file_rows(file, key, columns):
+                empty = False
+                yield row
+        except OSError as error:
+            raise InputError(f"{key}: cannot read '{file}': {error.strerror}") from None
+        if empty:
+            raise InputError(f"{key}: '{file}' is empty")
 
 
-def _file_rows(path: str, key: str) -> Iterator[Row]:
+def _file_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator[Row]:
     if not os.path.isfile(path):
         raise InputError(f"{key}: no file '{path}'")
-    read = _parquet_rows if path.endswith(PARQUET) else _jsonl_rows
-    empty = True
-    try:
-        for row in read(path, key):
-            empty = False
-            yield row
-    except OSError as error:
-        raise InputError(f"{key}: cannot read '{path}': {error.strerror}") from None
-    if empty:
-        raise InputError(f"{key}: '{path}' is empty")
-
-
-def _jsonl_rows(path: str, key: str) -> Iterator[Row]:
+    if path.lower().endswith(OTHERS):
+        raise InputError(f"{key}: '{path}': {READ} are read; this is another format")
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _parse(f"{path}:{number}", line)
+        start = file.read(4096)
+    if path.lower().endswith(PARQUET) or start.startswith(_PARQUET):
+        yield from _parquet_rows(path, key, columns)
+    elif start.startswith(_UTF16):
+        raise InputError(f"{key}: '{path}' is UTF-16; UTF-8 is read")
+    elif path.lower().endswith(".json") and start.removeprefix(_BOM).lstrip().startswith(b"["):
+        yield from _listed_rows(path, key)
+    else:
+        yield from _jsonl_rows(path)
+
+
+def _jsonl_rows(path: str) -> Iterator[Row]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(ROW_BYTES + 1), b""), 1):
+            where, first = f"{path}:{number}", number == 1
+            if len(line) > ROW_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(ROW_BYTES)
+                yield Row(where, {}, f"longer than {ROW_BYTES // MEBIBYTE} MiB")
+            elif (line := line.removeprefix(_BOM)).strip():  # also behind the first line, where files were joined
+                row = _parse(where, line)
+                yield row._replace(fault=f"{row.fault}; {READ} are read") if row.fault and first else row
+
+
+def _listed_rows(path: str, key: str) -> Iterator[Row]:
+    """Yield the objects of a file that is one list of them."""
+    with open(path, "rb") as file:
+        data = file.read(LIST_BYTES + 1)
+    if len(data) > LIST_BYTES:
+        raise InputError(f"{key}: '{path}': a list of more than {LIST_BYTES // MEBIBYTE} MiB; write an object a line")
+    try:
+        content = json.loads(data.removeprefix(_BOM).decode())
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"{key}: {path}{line}: not JSON: {getattr(error, 'msg', error)}; {READ} are read") from None
+    for number, value in enumerate(content, 1):
+        yield _row(f"{path}:{number}", value)
 
 
 def _parse(where: str, line: bytes) -> Row:
     try:
-        content = json.loads(line.decode())
+        return _row(where, json.loads(line.decode()))
     except (ValueError, RecursionError) as error:  # not UTF-8 or JSON, thousands of digits or brackets
         return Row(where, {}, f"not JSON: {getattr(error, 'msg', error)}")
+
+
+def _row(where: str, content: object) -> Row:
     return Row(where, content, "") if isinstance(content, dict) else Row(where, {}, "needs an object")
 
 
-def _parquet_rows(path: str, key: str) -> Iterator[Row]:
+def _parquet_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator[Row]:
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for content in batch.to_pylist():
-                    number += 1
-                    yield Row(f"{path}:{number}", content, "")
+        for content, column in parquet_rows(path, columns, longest=ROW_BYTES):
+            number += 1
+            large = f"column '{column}' of this row takes more than {ROW_BYTES // MEBIBYTE} MiB" if column else ""
+            yield Row(f"{path}:{number}", content, large)
+    except TooLarge as error:
+        raise InputError(f"{key}: {path}: {error}") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{key}: {path}: not a readable Parquet file after row {number}: {reason}") from None

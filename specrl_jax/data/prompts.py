@@ -1,49 +1,28 @@
-"""Read problems from prompt files: schemas, prompt templates, and rows that are left out."""
+"""Read problems from prompt files: prompt templates, and rows that are left out."""
 
 import dataclasses
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
+from specrl_jax.data.chats import Messages, common_role, ends_with_answer, text_messages
 from specrl_jax.data.files import Row, read_rows
 from specrl_jax.data.problem import Problem
+from specrl_jax.data.schemas import ABSENT, SOLUTION, Schema, value_at
 from specrl_jax.data.special import PromptText, literal_spans, rendered
-from specrl_jax.data.tokenizers import Messages, Tokenizer
+from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.errors import InputError
 
 # A name in braces as `{prompt}`, and not as in LaTeX: \\boxed{}, x^{2}.
 _FIELD = re.compile(r"(?<![\\\w^}])\{\w*\}")
 
 
-class Schema(NamedTuple):
-    """Keys of a row's prompt and answer; a dot descends into an object, as in "reward_model.ground_truth"."""
-
-    prompt: str  # text, or chat messages
-    answer: str  # text or number
-    answer_after: str = ""  # the answer follows the last occurrence of this; '' = all of the text
-    shows: str = ""  # column whose text, or first entry, follows a text prompt: what a program must be called
-
-
-SCHEMAS = {
-    "gsm8k": Schema("question", "answer", "####"),
-    "dapo": Schema("prompt", "label"),
-    "verl": Schema("prompt", "reward_model.ground_truth"),
-    "math": Schema("problem", "answer"),
-    "question": Schema("question", "answer"),
-    "apps": Schema("question", "input_output", shows="starter_code"),
-    "livecodebench": Schema("question_content", "public_test_cases", shows="starter_code"),
-    "mbpp": Schema("text", "test_list", shows="test_list"),
-    "mbpp_sanitized": Schema("prompt", "test_list", shows="test_list"),
-    "humaneval": Schema("prompt", "test"),
-    "kodcode": Schema("question", "test"),
-}
+TOKEN_CHARACTERS = 256  # no token has more; the longest of Qwen3's are 128 spaces
 # Says what is wrong with an answer that is tests, beside its row's other columns; "" for nothing.
 TestsFault = Callable[[str, Mapping[str, object]], str]
-# Other names of a schema: found by the columns of a file's first row, and data.prompt_key with data.answer_key.
-AUTO, KEYS = "auto", "keys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +46,23 @@ class PromptFormat:
         """Return the text of a prompt, a PromptText: special tokens in `prompt` are content, those of the templates and
         of `system` are not.
 
-        Raises InputError if a chat template is needed and missing.
+        Raises InputError if a chat template is needed and missing, fails, or leaves out a message.
         """
         if isinstance(prompt, str):
             prompt = rendered(lambda texts: self.template.replace("{prompt}", texts[0]), [prompt], tokenizer.special)
             if not self.chat:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(self.messages(prompt), self.thinking)
+        messages = self.messages(prompt)
+        try:
+            return tokenizer.apply_chat_template(messages, self.thinking)
+        except InputError as error:
+            own = "; message 1 is data.system" if len(messages) > len(prompt) else ""
+            raise InputError(f"{error}{own}") from None
 
     def messages(self, prompt: Messages) -> Messages:
         """Return chat messages with `system` before them, a PromptText, where they have no system message."""
-        if self.system and all(message["role"] != "system" for message in prompt):
+        if self.system and all(common_role(message["role"]) != "system" for message in prompt):
             return [{"role": "system", "content": PromptText(self.system)}, *prompt]
         return prompt
 
@@ -93,6 +77,8 @@ class Counts:
     malformed: int = 0
     long: int = 0  # more tokens than max_prompt_tokens
     special: int = 0  # of the kept ones, with the text of a special token
+    continued: int = 0  # of the kept ones, conversations that end with an assistant's message
+    solved: int = 0  # of the kept ones, conversations in which an assistant states the row's answer
     first_fault: str = ""  # message of the first malformed row
 
     def line(self, path: str) -> str:
@@ -100,8 +86,22 @@ class Counts:
         total = self.kept + self.repeated + self.malformed + self.long
         out = f"{self.repeated:,} repeated ({self.conflicting:,} with another answer), "
         out += f"{self.malformed:,} malformed, {self.long:,} too long"
-        special = f"; {self.special:,} hold the text of a special token, which stays text" if self.special else ""
-        return f"{path}: {self.kept:,} of {total:,} prompts; left out: {out}{special}"
+        counted = {
+            "hold the text of a special token, which stays text": self.special,
+            "end with an assistant's message, which the policy continues": self.continued,
+            "hold their own answer in an assistant's message": self.solved,
+        }
+        said = "".join(f"; {count:,} {what}" for what, count in counted.items() if count)
+        return f"{path}: {self.kept:,} of {total:,} prompts; left out: {out}{said}"
+
+    def keep(self, problem: Problem, special: bool) -> Problem:
+        """Count what is said of a problem that is kept, and return it."""
+        said = [m["content"] for m in problem.messages if common_role(m["role"]) == "assistant"]
+        answer = re.compile(rf"(?<!\w){re.escape(problem.answer.strip())}(?!\w)")
+        self.special += special
+        self.continued += ends_with_answer(problem.messages)
+        self.solved += any(map(answer.search, said))
+        return problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +115,7 @@ class Reader:
       special_tokens: "text" counts rows that hold the text of a special token; "refuse" treats them as malformed.
       tests_fault: given where answers are tests of programs: they may be lists and objects, and are checked by it.
       most: rows of a file that are read; None: all.
+      other_columns: whether a row's other columns are asked for, by a reward or an environment.
     """
 
     tokenizer: Tokenizer
@@ -126,6 +127,7 @@ class Reader:
     special_tokens: str = "text"
     tests_fault: TestsFault | None = None
     most: int | None = None
+    other_columns: bool = True
 
     def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
         """Return the problems of a file in order; only the first occurrence of a prompt counts.
@@ -137,7 +139,8 @@ class Reader:
         """
         counts, problems = Counts(), []
         answers = {} if answers is None else answers
-        for row in itertools.islice(read_rows(path, self.key), self.most):
+        columns = None if self.other_columns else schema.columns()
+        for row in itertools.islice(read_rows(path, self.key, columns), self.most):
             problem = self._problem(row, schema, answers, counts)
             if problem:
                 problems.append(problem)
@@ -151,13 +154,15 @@ class Reader:
         """Return the row's problem, or None if it is left out and counted."""
         try:
             problem = parse_problem(row, schema, self.format, self.tokenizer, self.tests_fault)
+            if not self.other_columns:
+                problem = problem._replace(row={})
             special = holds_special(row.where, problem.prompt, self.tokenizer, self.special_tokens)
             before = answers.get(problem.prompt)
             if before is not None:
                 counts.repeated += 1
                 counts.conflicting += before != problem.answer
                 return None
-            length = len(encode_row(row.where, problem.prompt, self.tokenizer))
+            length, more = self._length(row.where, problem.prompt)
         except InputError as error:
             if not self.skip_malformed:
                 raise
@@ -166,13 +171,18 @@ class Reader:
             return None
         answers[problem.prompt] = problem.answer
         if length <= self.max_prompt_tokens:
-            counts.special += special
-            return problem
+            return counts.keep(problem, special)
         if not self.skip_long:
             limit = f"rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip_long=True leaves such rows out"
-            raise InputError(f"{row.where}: the prompt has {length} tokens, {limit}")
+            raise InputError(f"{row.where}: the prompt has {length} tokens{more}, {limit}")
         counts.long += 1
         return None
+
+    def _length(self, where: str, prompt: str) -> tuple[int, str]:
+        """Return the tokens of a prompt; of one that has far too many, without encoding it, (fewer, " or more")."""
+        if (fewest := len(prompt) // TOKEN_CHARACTERS) > self.max_prompt_tokens:
+            return fewest, " or more"
+        return len(encode_row(where, prompt, self.tokenizer)), ""
 
 
 def parse_problem(
@@ -185,11 +195,14 @@ def parse_problem(
     """Return the problem of one row. `tests_fault`: see Reader. Raises InputError naming the row's position."""
     if row.fault:
         raise InputError(f"{row.where}: {row.fault}")
-    prompt, answer = _at(row.content, schema.prompt), _at(row.content, schema.answer)
-    if prompt is _ABSENT or answer is _ABSENT:
+    prompt, answer = value_at(row.content, schema.prompt), value_at(row.content, schema.answer)
+    if prompt is ABSENT or answer is ABSENT:
         raise InputError(f"{row.where}: needs an object with '{schema.prompt}' and '{schema.answer}'")
-    if not (isinstance(prompt, str) and prompt.strip()) and not _is_chat(prompt):
-        raise InputError(f"{row.where}: '{schema.prompt}' must be text or a list of messages with role and content")
+    if not isinstance(prompt, str) or not prompt.strip():
+        try:
+            prompt = text_messages(prompt)
+        except InputError as error:
+            raise InputError(f"{row.where}: '{schema.prompt}' {error}") from None
     if tests_fault and isinstance(answer, list | dict):
         answer = json.dumps(answer, default=str)
     if not _is_answer(answer):
@@ -233,21 +246,17 @@ def holds_special(where: str, text: str, tokenizer: Tokenizer, special_tokens: s
     return bool(spans)
 
 
-_ABSENT = object()
-
-
-def _at(content: object, key: str) -> object:
-    """Return the value of a key; dots descend into objects."""
-    if isinstance(content, dict) and key in content:
-        return content[key]
-    head, _, rest = key.partition(".")
-    return _at(content[head], rest) if rest and isinstance(content, dict) and head in content else _ABSENT
-
-
 def _other_columns(content: dict[str, object], schema: Schema) -> dict[str, object]:
     """Return the columns that are neither prompt nor answer, as JSON holds them: a date of a Parquet file as text."""
-    others = {name: value for name, value in content.items() if name not in (schema.prompt, schema.answer)}
-    return json.loads(json.dumps(others, default=str))
+    return {name: _plain(value) for name, value in content.items() if name not in (schema.prompt, schema.answer)}
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else str(value)
 
 
 def _is_answer(answer: object) -> TypeGuard[str | int | float]:
@@ -273,60 +282,8 @@ def _extract_answer(answer: str, schema: Schema, where: str) -> str:
 
 def _solution(content: dict[str, object], schema: Schema) -> str:
     """Return the worked solution of a row: the answer where only its end is the answer, else the column `solution`."""
-    worked = content.get(schema.answer if schema.answer_after else "solution")
+    worked = content.get(schema.answer if schema.answer_after else SOLUTION)
     return worked if isinstance(worked, str) else ""
-
-
-def _is_chat(prompt: object) -> TypeGuard[Messages]:
-    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
-    """Return one schema per file, as `schema_names`; '' and KEYS are `fallback`.
-
-    Raises InputError naming the config's `key`, also where one is still AUTO.
-    """
-    wanted = schema_names(names, count, key)
-    if AUTO in wanted:
-        raise InputError(f"{key}={names}: task=train, evaluate, benchmark and draft_pretrain find it; name the schema")
-    known = SCHEMAS | {"": fallback, KEYS: fallback}
-    return [known[name] for name in wanted]
-
-
-def schema_names(names: str, count: int, key: str) -> list[str]:
-    """Return one name of a schema per file: `names` is one for all or one each, with commas.
-
-    Raises InputError naming the config's `key`.
-    """
-    wanted = [name.strip() for name in names.split(",")]
-    if len(wanted) not in (1, count):
-        raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
-    for name in wanted:
-        if name not in (*SCHEMAS, "", KEYS, AUTO):
-            raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
-    return wanted * count if len(wanted) == 1 else wanted
-
-
-def detect_schema(path: str, fallback: Schema, key: str) -> str:
-    """Return the name of the schema whose columns the first row of a path has: KEYS where it has those of `fallback`.
-
-    Raises InputError where it has none's, naming the columns, and as `read_rows`.
-    """
-    row = next(read_rows(path, key))
-    if row.fault:
-        raise InputError(f"{row.where}: {row.fault}")
-    for name, schema in {KEYS: fallback, **SCHEMAS}.items():
-        prompt, answer = _at(row.content, schema.prompt), _at(row.content, schema.answer)
-        if _ABSENT not in (prompt, answer) and schema.answer_after in str(answer):
-            return name
-    raise InputError(
-        f"{row.where}: which columns are prompt and answer? there are {', '.join(row.content)}; say it with "
-        "data.prompt_key and data.answer_key"
-    )
 
 
 def split_paths(paths: str, key: str) -> list[str]:

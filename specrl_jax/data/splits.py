@@ -11,6 +11,10 @@ from specrl_jax.errors import InputError
 
 PARQUET = (".parquet", ".pq")
 KINDS = (*PARQUET, ".jsonl")
+READ = "*.parquet, *.jsonl (an object a line) and *.json (a list of objects, or an object a line)"
+# Formats that are refused by their name, which a program would take for lines of JSON.
+OTHERS = (".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather", ".ipc", ".orc", ".avro", ".npz", ".pkl", ".pickle")
+OTHERS += (".gz", ".zip", ".zst", ".bz2", ".xz", ".tar", ".tgz", ".lz4", ".db", ".sqlite", ".yaml", ".yml", ".xml")
 # A split by the words that stand for it in names.
 _WORDS = {
     "train": ("train", "training"),
@@ -66,7 +70,8 @@ def folder_splits(folder: str, key: str) -> dict[str, list[str]]:
         if name.endswith(KINDS)
     )
     if not found:
-        raise InputError(f"{key}: '{folder}' holds no files {', '.join(f'*{kind}' for kind in KINDS)}")
+        named = ", ".join(f"*{kind}" for kind in KINDS)
+        raise InputError(f"{key}: '{folder}' holds no files {named}; a *.json file is read where it is named itself")
     sets = {file.split(os.sep)[0] if os.sep in file else "" for file in found}
     sets = {"" if name == "data" or _canonical(name) else name for name in sets}
     if len(sets) > 1:

@@ -9,15 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Protocol
 
-import jinja2.sandbox
 import pydantic
 import tokenizers
 
-from specrl_jax.data.special import PromptText, Span, literal_spans, rendered, strings, unused_characters, with_strings
+from specrl_jax.data.chats import ChatTemplate, Messages
+from specrl_jax.data.special import PromptText, Span, literal_spans, unused_characters
 from specrl_jax.errors import InputError
 from specrl_jax.json_files import CONFIG_BYTES, TOKENIZER_BYTES, Checked, Model, check, read_json, read_text
-
-Messages = list[dict[str, str]]
 
 _KEY = "data.tokenizer: "
 TRIAL_SECONDS = 30.0  # Qwen3's takes 2
@@ -137,12 +135,11 @@ class HFTokenizer:
     """A `tokenizer.json`, with chat template and end-of-text ids from the files of its folder.
 
     End-of-text ids are those of generation_config.json and config.json, where every engine stops, and the tokenizer's
-    own eos_token. The template runs in jinja2's immutable sandbox, since it comes with a downloaded checkpoint; how
-    long it may run is checked by `load_tokenizer`.
+    own eos_token.
     """
 
     def __init__(self, folder: str) -> None:
-        self._tokenizer = _read_tokenizer(os.path.join(folder, "tokenizer.json"))
+        self._tokenizer = read_tokenizer(os.path.join(folder, "tokenizer.json"))
         self._settings = _read_optional(Settings, folder, "tokenizer_config.json")
         self._tokens = self._settings.tokens()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -154,7 +151,11 @@ class HFTokenizer:
         control = {i: token.content for i, token in added.items() if token.special or i in ends}
         self._control = {i: text for i, text in control.items() if text}
         self.special = tuple(self._control.values())
-        self._template = _chat_template(folder, self._settings)
+        source = _chat_template(folder, self._settings)
+        try:
+            self._template = None if source is None else ChatTemplate(source, self._tokens, self.special)
+        except InputError as error:
+            raise InputError(f"{_KEY}{folder}: {str(error).removeprefix(_KEY)}") from None
         self.has_chat_template = self._template is not None
 
     def encode(self, text: str) -> list[int]:
@@ -188,22 +189,10 @@ class HFTokenizer:
         return found
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
-        """Return the prompt text, up to where the assistant's answer begins; `thinking` is Qwen3's enable_thinking."""
+        """Return `ChatTemplate.prompt`; `thinking` is Qwen3's enable_thinking."""
         if self._template is None:
             raise InputError("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
-        template = self._template
-
-        def render(texts: list[str]) -> str:
-            filled = with_strings(messages, texts)
-            return template.render(
-                messages=filled, add_generation_prompt=True, enable_thinking=thinking, **self._tokens
-            )
-
-        try:
-            return rendered(render, strings(messages), self.special)
-        except Exception as error:  # downloaded code may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"data.tokenizer: the chat template fails: {reason}") from error
+        return self._template.prompt(messages, thinking)
 
     def _encode_around(self, text: str, literal: Sequence[Span]) -> list[int]:
         """Encode the control tokens of a prompt, and the text between them as content."""
@@ -258,7 +247,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _read_tokenizer(path: str) -> tokenizers.Tokenizer:
+def read_tokenizer(path: str) -> tokenizers.Tokenizer:
     """Read a tokenizer.json. Raises InputError, also for one that would change or shorten texts."""
     text = read_text(path, TOKENIZER_BYTES, _KEY)
     try:
@@ -280,25 +269,9 @@ def _read_optional(model: type[Model], folder: str, name: str) -> Model:
     return check(model, read_json(path, prefix=_KEY) if os.path.exists(path) else {}, f"{_KEY}{path}")
 
 
-def _chat_template(folder: str, settings: Settings) -> jinja2.Template | None:
+def _chat_template(folder: str, settings: Settings) -> str | None:
     path = os.path.join(folder, "chat_template.jinja")
-    source = read_text(path, CONFIG_BYTES, _KEY) if os.path.exists(path) else settings.template()
-    if source is None:
-        return None
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    try:
-        return environment.from_string(source)
-    except Exception as error:  # a TemplateError, or what Python's compiler raises for its code
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"data.tokenizer: the chat template of {folder} does not parse: {reason}") from None
-
-
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    return read_text(path, CONFIG_BYTES, _KEY) if os.path.exists(path) else settings.template()
 
 
 def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
@@ -352,9 +325,9 @@ def check_covers(tokenizer: Tokenizer, name: str, policy_vocab: int) -> None:
 
 
 def try_folder(folder: str, seconds: float = TRIAL_SECONDS) -> None:
-    """Load a folder's tokenizer and render its chat template in a process of its own, under limits.
+    """Load a folder's tokenizer and use it in a process of its own, under limits: its file is a stranger's.
 
-    The files are a stranger's, and a template is a program: it may loop for ever or fill the memory. Raises InputError.
+    Raises InputError.
     """
     command = [sys.executable, "-m", "specrl_jax.data.tokenizer_trial", folder]
     # One thread each: what threads reserve would count against the memory limit.
@@ -363,11 +336,9 @@ def try_folder(folder: str, seconds: float = TRIAL_SECONDS) -> None:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise InputError(
-            f"{_KEY}{folder}: the tokenizer or its chat template did not end within {seconds:g} s"
-        ) from None
+        raise InputError(f"{_KEY}{folder}: the tokenizer did not end within {seconds:g} s") from None
     if done.returncode == 1 and done.stdout.startswith(_KEY):
         raise InputError(done.stdout.strip())
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1][:200]
-        raise InputError(f"{_KEY}{folder}: the tokenizer or its chat template ends the process that tries it: {last}")
+        raise InputError(f"{_KEY}{folder}: the tokenizer ends the process that tries it: {last}")

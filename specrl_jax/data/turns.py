@@ -58,7 +58,7 @@ class TurnFormat:
         if not self._tokenizer.has_chat_template:
             text = "".join(self._template.replace("{message}", content) for content in contents)
             return self._tokenizer.encode(text)
-        first, *rest = self._separators(tuple(message["role"] for message in messages))
+        first, *rest = self.separators(tuple(message["role"] for message in messages))
         text = rendered(lambda texts: first + "".join(map("".join, zip(texts, rest))), contents, special)
         ended, *tokens = self._tokenizer.encode(text)
         if ended not in self._tokenizer.eos_ids:
@@ -66,7 +66,7 @@ class TurnFormat:
         return tokens if eos else [ended, *tokens]
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - one format lives as long as its run
-    def _separators(self, roles: tuple[str, ...]) -> list[str]:
+    def separators(self, roles: tuple[str, ...]) -> list[str]:
         """Return what the template writes behind an assistant's message, between messages of `roles`, and behind them.
 
         Found by rendering a conversation whose contents are characters that nothing else has.
@@ -81,3 +81,25 @@ class TurnFormat:
                 raise InputError(f"data.tokenizer: the chat template does not write each of the roles {roles} once")
             parts.append(before)
         return [*parts[1:], text]
+
+
+def end_of_turn_fault(tokenizer: Tokenizer, thinking: bool) -> str:
+    """Return why answers may not end where the chat template ends an assistant's message; "" where they do.
+
+    Also where the template takes no conversation with an answer in it, or the tokenizer has none.
+    """
+    if not tokenizer.has_chat_template:
+        return ""
+    try:
+        behind = TurnFormat(tokenizer, "", thinking).separators(("user",))[0]
+        ids = tokenizer.encode(PromptText(behind))
+    except InputError:
+        return ""
+    if not set(tokenizer.eos_ids).isdisjoint(ids):
+        return ""
+    shown = (behind.strip().splitlines() or [""])[0][:40]
+    return (
+        f"data.tokenizer: the chat template ends an assistant's message with {shown!r}, which is no end-of-text id "
+        f"(those are {', '.join(map(str, tokenizer.eos_ids))}): answers may go on to rollout.max_response_tokens; "
+        "eos_token_id in generation_config.json names the ids"
+    )

@@ -17,8 +17,9 @@ from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import Row, read_rows
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem, split_paths
+from specrl_jax.data.prompts import PromptFormat, encode_row, holds_special, parse_problem, split_paths
 from specrl_jax.data.rows import Rows, packed, packed_rows, rows_of
+from specrl_jax.data.schemas import Schema
 from specrl_jax.data.special import read_recorded
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tokenizers import Tokenizer

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config, DraftConfig, OptimizerConfig, RewardConfig
 from specrl_jax.core import Params, Tree
 from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
+from specrl_jax.data.turns import end_of_turn_fault
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine
@@ -232,6 +233,8 @@ def find_tokenizer(config: Config, policy_vocab: int) -> Tokenizer:
     tokenizer = load_tokenizer(name, policy_vocab)
     if config.policy.path:  # a random policy says nothing that could be read
         check_covers(tokenizer, name, policy_vocab)
+    if config.data.chat != "never" and (fault := end_of_turn_fault(tokenizer, config.data.thinking)):
+        print(f"warning: {fault}")
     return tokenizer
 
 

@@ -19,11 +19,12 @@ from specrl_jax.config import Config
 from specrl_jax.config.automatic import AUTOMATIC, left_open, value_of, with_values
 from specrl_jax.config.schema import shown
 from specrl_jax.config.validate import draft_options
-from specrl_jax.data.prompts import AUTO, Schema, detect_schema, schema_names, split_paths
+from specrl_jax.data.prompts import split_paths
+from specrl_jax.data.schemas import AUTO, Schema, detect_schema, schema_names
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import recorded_config
 from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
@@ -159,6 +160,7 @@ def _schemas(config: Config, detects: bool) -> Config:
     plain = Schema(d.prompt_key, d.answer_key)
     of_eval = e.schema or (AUTO if detects else d.schema)
     own = "eval.schema" if e.schema else "data.schema"
+    mistakes = Mistakes()
     for section, path, names, key in (
         ("data", d.path, d.schema, "data.schema"),
         ("eval", e.path, of_eval, own),
@@ -166,9 +168,11 @@ def _schemas(config: Config, detects: bool) -> Config:
         paths = split_paths(path, f"{section}.path") if path else []
         if AUTO not in (wanted := schema_names(names, len(paths), key) if paths else []):
             continue
-        pairs = zip(paths, wanted, strict=True)
-        found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
-        config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
+        with mistakes.check():
+            pairs = zip(paths, wanted, strict=True)
+            found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
+            config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
+    mistakes.refuse()
     return config if d.path or d.schema != AUTO else with_values(config, {"data.schema": ""})
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open, with_values
 from specrl_jax.config.validate import validate
-from specrl_jax.data.prompts import AUTO
+from specrl_jax.data.schemas import AUTO
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.distributed import agree, exchange, is_first_process, refused_together
@@ -143,8 +143,10 @@ def _find(
                 make_plan(config, mesh, model)
             elif is_valid:
                 check_draft(config, model)
+    formats_known = False
     with mistakes.check():
         config = choose_formats(config, tokenizer, detects)
+        formats_known = True
     if is_first_process():
         with mistakes.check():
             try_workdir(workdir, dataclasses.asdict(config))
@@ -154,7 +156,9 @@ def _find(
     with mistakes.check():
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
-        problems = load_problems(readable, tokenizer or AnyText(), train, most=SAMPLED if mistakes.found else None)
+        if formats_known:  # else what the file lacks has been said
+            most = SAMPLED if mistakes.found else None
+            problems = load_problems(readable, tokenizer or AnyText(), train, most=most)
     with mistakes.check():
         if rewards:
             rows = problems.first_rows(tokenizer) if problems is not None and tokenizer is not None else []

@@ -9,7 +9,8 @@ import jax
 from specrl_jax.config import Config
 from specrl_jax.config.schema import LONGEST
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
+from specrl_jax.data.prompts import PromptFormat, Reader, split_paths
+from specrl_jax.data.schemas import Schema, find_schemas
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import TaskSource
@@ -18,7 +19,7 @@ from specrl_jax.decoding.engine import check_prompts
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.rewards.code.reward import fault_of_tests
 from specrl_jax.rewards.messages import Context, Row
-from specrl_jax.rewards.worker import CODE
+from specrl_jax.rewards.worker import BUILT_IN, CODE
 
 # Training problems of each source whose length is checked before the run.
 CHECKED = 256
@@ -183,6 +184,8 @@ def _read(
         d.special_tokens,
         fault_of_tests if CODE in config.reward.names else None,
         most,
+        # Only these read more of a row than prompt and answer.
+        bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
     )
     keys, found = Schema(d.prompt_key, d.answer_key), []
     for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):

@@ -11,7 +11,7 @@ from specrl_jax.config import Config, base, from_config_dict, recipes
 from specrl_jax.config.page import page
 from specrl_jax.config.schema import keys
 from specrl_jax.config.validate import validate
-from specrl_jax.data.prompts import SCHEMAS
+from specrl_jax.data.schemas import SCHEMAS
 from specrl_jax.data.tasks import TASKS
 from specrl_jax.decoding.sampling import RULES
 from specrl_jax.drafts.kinds import KINDS, MAX_MATCH

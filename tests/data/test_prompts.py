@@ -11,7 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, find_schemas
+from specrl_jax.data.prompts import PromptFormat, Reader
+from specrl_jax.data.schemas import SCHEMAS, Schema, find_schemas
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 
@@ -80,7 +81,10 @@ MALFORMED = {
     "messages without role": row([{"content": "1+1"}]),
     "messages of text": row(["1+1"]),
     "message whose content is null": row([{"role": "user", "content": None}]),
-    "message whose content is a list": row([{"role": "user", "content": [{"type": "text", "text": "1"}]}]),
+    "message with an image": row([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]),
+    "message with a part that is text": row([{"role": "user", "content": ["1"]}]),
+    "message whose part has no text": row([{"role": "user", "content": [{"type": "text"}]}]),
+    "messages that say nothing": row([{"role": "system", "content": ""}, {"role": "user", "content": " "}]),
     "null answer": row(answer=None),
     "list answer": row(answer=["2"]),
     "boolean answer": row(answer=True),

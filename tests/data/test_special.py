@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import models
 
 from specrl_jax.config import Config, DataConfig, PretrainConfig
-from specrl_jax.data.prompts import PromptFormat, Reader, Schema, encode_row
+from specrl_jax.data.prompts import PromptFormat, Reader, encode_row
+from specrl_jax.data.schemas import Schema
 from specrl_jax.data.special import PromptText, read_recorded, recorded
 from specrl_jax.data.tokenizers import HFTokenizer
 from specrl_jax.errors import InputError

@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from specrl_jax.data.files import read_rows
-from specrl_jax.data.prompts import KEYS, Schema, detect_schema
+from specrl_jax.data.schemas import KEYS, Schema, detect_schema
 from specrl_jax.data.splits import data_files, own_validation
 from specrl_jax.errors import InputError
 

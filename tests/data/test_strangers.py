@@ -1,12 +1,16 @@
 """A tokenizer's folder that a stranger wrote: each fault is one line, and none keeps a process busy."""
 
+import dataclasses
 import json
 import os
 import sys
 
 import pytest
 
+from specrl_jax.data import renderer
 from specrl_jax.data import tokenizers as ours
+from specrl_jax.data.prompts import PromptFormat, Reader
+from specrl_jax.data.schemas import Schema
 from specrl_jax.data.tokenizers import HFTokenizer, load_tokenizer, try_folder
 from specrl_jax.errors import InputError
 from tests.helpers.tokenizers import QWEN_TEMPLATE, write
@@ -114,9 +118,12 @@ def test_a_lone_surrogate_is_one_line(folder):
 
 
 def test_of_several_templates_the_default_is_taken(folder):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "ours"}]
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "<{{ messages[0].content }}>"},
+    ]
     write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": templates})
-    assert HFTokenizer(str(folder)).apply_chat_template([{"role": "user", "content": "1"}]) == "ours"
+    assert HFTokenizer(str(folder)).apply_chat_template([{"role": "user", "content": "1"}]) == "<1>"
 
 
 # In a process of its own
@@ -124,30 +131,56 @@ def test_of_several_templates_the_default_is_taken(folder):
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}" + "{% endfor %}" * 3
 
 
+@pytest.fixture
+def hasty(monkeypatch):
+    """Give a template a second, and the next test a process of its own."""
+    monkeypatch.setattr(renderer, "SECONDS", 1.0)
+    yield
+    renderer.renderer().close()
+
+
 @pytest.mark.parametrize(
     ("template", "named"),
     [
-        (LOOP, "did not end within 4 s"),
-        ("{{ 10 ** (10 ** 9) }}", "did not end within 4 s"),
+        (LOOP, "did not end within 1 s"),
+        ("{{ 10 ** (10 ** 9) }}", "did not end within 1 s"),
         ("{{ 'a' * 10 ** 12 }}", "needs more than 4 GiB"),
+        ("{% if messages %}" + "{{ 'a' * 2 ** 24 }}" * 2 + "{% endif %}", "writes more than 16,777,216 characters"),
         (QWEN_TEMPLATE, ""),
         ("{{ raise_exception('never') }}", ""),
     ],
-    ids=["loop", "power", "memory", "qwen", "rejects"],
+    ids=["loop", "power", "memory", "text", "qwen", "rejects"],
 )
-@pytest.mark.slow
-def test_a_template_may_not_keep_the_run_busy(template, named, folder):
+def test_a_template_that_takes_too_much_is_refused_before_any_row(template, named, folder, hasty):
     (folder / "chat_template.jinja").write_text(template)
-    if not named:
-        return try_folder(str(folder), 60)
-    assert named in refusal(lambda: try_folder(str(folder), 4 if "did not" in named else 60))
+    if named:
+        message = refusal(lambda: HFTokenizer(str(folder)))
+        assert named in message and f"data.tokenizer: {folder}: the chat template" in message
+    else:
+        HFTokenizer(str(folder))
 
 
-def test_a_template_that_loops_is_refused_before_the_run(folder, monkeypatch):
-    """What a run calls tries the folder first; the slow test has the other ways."""
-    (folder / "chat_template.jinja").write_text(LOOP)
-    monkeypatch.setattr(ours.try_folder, "__defaults__", (2.0,))
-    assert "did not end within 2 s" in refusal(lambda: load_tokenizer(str(folder), VOCAB))
+def test_each_row_has_the_limits_too_and_the_next_one_is_rendered(folder, hasty):
+    """The template passes what it is tried with."""
+    template = "{{ messages[0].content }}{% if 'loop' in messages[0].content %}" + LOOP + "{% endif %}"
+    template += "{{ 'a' * 10 ** 12 if 'fill' in messages[0].content }}"
+    template += "{{ 'a' * 2 ** 25 if 'write' in messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    path = folder / "rows.jsonl"
+    said = {"loop": "did not end within 1 s", "fill": "needs more than 4 GiB", "write": "writes more than 16,777,216"}
+    reader = Reader(HFTokenizer(str(folder)), PromptFormat(chat=True), 100)
+    for word, named in said.items():
+        rows = [{"prompt": prompt, "answer": "1"} for prompt in ("a", word, "b")]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        message = refusal(lambda: reader.read(str(path), Schema("prompt", "answer")))
+        assert message.startswith(f"{path}:2: data.tokenizer: the chat template {named}")
+        problems, counts = dataclasses.replace(reader, skip_malformed=True).read(str(path), Schema("prompt", "answer"))
+        assert [problem.prompt for problem in problems] == ["a", "b"] and counts.malformed == 1
+
+
+def test_a_tokenizer_that_does_not_end_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(ours.try_folder, "__defaults__", (0.01,))
+    assert "the tokenizer did not end within 0.01 s" in refusal(lambda: load_tokenizer(str(folder), VOCAB))
 
 
 def test_a_process_that_dies_of_a_folder_is_one_line(folder, monkeypatch):

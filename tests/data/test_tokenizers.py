@@ -14,7 +14,6 @@ from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers,
 from specrl_jax.errors import InputError
 from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, write
 
-NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
 
 
@@ -218,8 +217,8 @@ def test_pad_is_the_named_token_or_the_first_end(settings, pad, folder):
 def test_a_template_of_its_own_file_wins_over_the_tokenizer_config(folder):
     write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": QWEN_TEMPLATE})
     assert load(folder).apply_chat_template(CONVERSATION) == RENDERED
-    (folder / "chat_template.jinja").write_text("new")
-    assert load(folder).apply_chat_template(CONVERSATION) == "new"
+    (folder / "chat_template.jinja").write_text("new{% for m in messages %} {{ m.content }}{% endfor %}")
+    assert load(folder).apply_chat_template(CONVERSATION[:2]) == "new Answer briefly. What is 12 + 30?"
 
 
 def test_rendered_prompt_becomes_special_ids(folder):
@@ -237,29 +236,6 @@ def test_template_that_does_not_parse_names_the_folder(folder):
     (folder / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }}")
     message = refusal(lambda: load(folder))
     assert "does not parse" in message and str(folder) in message
-
-
-# What transformers gives a template: the tokenizer's special tokens, break, plain JSON, trimmed blocks.
-TEMPLATES = {
-    "qwen": (QWEN_TEMPLATE, RENDERED),
-    "special-tokens": (
-        "{{ bos_token }}{{ messages[1].content }}{{ eos_token }}{{ pad_token }}",
-        "<|im_start|>What is 12 + 30?<|im_end|><|endoftext|>",
-    ),
-    "loop-controls": (
-        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-        "systemuser",
-    ),
-    "tojson": ("{{ {'a': '<é&>'} | tojson }}|{{ [1] | tojson(indent=2) }}", '{"a": "<é&>"}|[\n  1\n]'),
-    "whitespace": ("a\n  {% if true %}\n  b\n  {% endif %}\n", "a\n  b\n"),
-}
-
-
-@pytest.mark.parametrize(("template", "text"), TEMPLATES.values(), ids=TEMPLATES)
-def test_template_finds_what_the_format_promises(template, text, folder):
-    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "pad_token": "<|endoftext|>"}
-    write(folder, "tokenizer_config.json", settings | {"chat_template": template})
-    assert load(folder).apply_chat_template(CONVERSATION) == text
 
 
 @pytest.mark.parametrize(
@@ -338,19 +314,3 @@ def test_tokenizer_much_smaller_than_a_trained_policy_names_both_sizes(folder):
 def test_character_tokenizer_by_name():
     assert isinstance(load_tokenizer("char", 128), CharTokenizer)
     assert "ids up to 97" in refusal(lambda: load_tokenizer("char", 97))
-
-
-# Parity with transformers
-
-
-@pytest.mark.parametrize(("template", "text"), TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.slow
-def test_chat_template_renders_and_encodes_as_in_transformers(template, text, folder):
-    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    (folder / "chat_template.jinja").write_text(template)
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
-    write(folder, "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
-    assert theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True) == text
-    ids = theirs.apply_chat_template(CONVERSATION, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert load(folder).encode(PromptText(text)) == list(ids)

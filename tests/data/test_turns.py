@@ -2,9 +2,11 @@
 
 import pytest
 
+from specrl_jax.config import Config, DataConfig
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer
-from specrl_jax.data.turns import TurnFormat
+from specrl_jax.data.turns import TurnFormat, end_of_turn_fault
 from specrl_jax.errors import InputError
+from specrl_jax.training.build import find_tokenizer
 from tests.helpers.tokenizers import QWEN_TEMPLATE, save_folder, trained
 
 WITH_TOOLS = QWEN_TEMPLATE.replace(
@@ -85,8 +87,37 @@ def test_a_system_message_steers_unless_it_holds_a_text_of_the_data(qwen):
 
 def test_a_role_that_the_template_does_not_write_is_an_error(tmp_path):
     save_tokenizer(tmp_path, QWEN_TEMPLATE)
-    with pytest.raises(InputError, match="roles"):
+    with pytest.raises(InputError, match="leaves out message 3 of 3, role 'tool'"):
         TurnFormat(HFTokenizer(str(tmp_path)), "", True).tokens([{"role": "tool", "content": "42"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (QWEN_TEMPLATE, True),
+        (QWEN_TEMPLATE.replace("<|im_end|>", " \n<|endoftext|>"), True),
+        (QWEN_TEMPLATE.replace("<|im_end|>", "<end_of_turn>"), False),
+        (QWEN_TEMPLATE.replace("<|im_end|>", "").replace("<|im_start|>", ""), False),
+        (
+            "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}{{ messages[0].content }}",
+            True,
+        ),
+    ],
+    ids=["qwen", "space", "another", "plain", "single"],
+)
+def test_a_turn_that_no_end_of_text_ends_is_said(template, ends, tmp_path):
+    save_tokenizer(tmp_path, template)
+    fault = end_of_turn_fault(HFTokenizer(str(tmp_path)), True)
+    assert fault == "" if ends else "which is no end-of-text id (those are 302, 300)" in fault
+
+
+def test_the_start_of_a_run_says_so(tmp_path, capsys):
+    save_tokenizer(tmp_path, QWEN_TEMPLATE.replace("<|im_end|>", "<end_of_turn>"))
+    for chat, said in (("never", 0), ("always", 1), ("auto", 1)):
+        find_tokenizer(Config(data=DataConfig(tokenizer=str(tmp_path), chat=chat)), 512)
+        line = "warning: data.tokenizer: the chat template ends an assistant's message with '<end_of_turn>'"
+        assert capsys.readouterr().out.count(line) == said
+    assert end_of_turn_fault(CharTokenizer(), True) == ""
 
 
 def test_without_a_chat_template_the_configs_own_is_used():

@@ -11,7 +11,8 @@ import pytest
 
 from specrl_jax.config import Config, RewardConfig
 from specrl_jax.data.files import read_rows
-from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, detect_schema, parse_problem
+from specrl_jax.data.prompts import PromptFormat, Reader, parse_problem
+from specrl_jax.data.schemas import SCHEMAS, Schema, detect_schema
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.code.compare import same_output, same_value

@@ -142,6 +142,15 @@ def test_the_format_of_what_is_validated_on_is_found_again(begun, tmp_path):
         assert choose_formats(config(data__schema=first.data.schema, **paths), None, detects=False).eval.schema == ""
 
 
+def test_every_path_whose_schema_is_not_found_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input": "1+1"}\n')
+    paths = {"data__path": f"{tmp_path}/a.jsonl", "eval__path": f"{tmp_path}/b.jsonl"}
+    with pytest.raises(InputError) as error:
+        choose_formats(config(data__schema="auto", **paths), None, detects=True)
+    data, evaluated = error.value.args
+    assert data.startswith(f"{tmp_path}/a.jsonl:1: which columns") and evaluated.startswith("eval.path: no file")
+
+
 def test_every_schema_that_is_open_is_found(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     (tmp_path / "b.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')

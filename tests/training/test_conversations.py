@@ -13,7 +13,8 @@ from configs import rlzero_tiny
 from specrl_jax.config import EnvironmentConfig, from_config_dict
 from specrl_jax.data.files import Row
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.prompts import PromptFormat, Schema, parse_problem
+from specrl_jax.data.prompts import PromptFormat, parse_problem
+from specrl_jax.data.schemas import Schema
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts

@@ -1,0 +1,96 @@
+"""Schemas of data sets: in which columns prompt and answer are, and how one is named or found."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specrl_jax.data.files import read_rows
+from specrl_jax.errors import InputError
+
+SOLUTION = "solution"  # column of a worked solution
+
+
+class Schema(NamedTuple):
+    """Keys of a row's prompt and answer; a dot descends into an object, as in "reward_model.ground_truth"."""
+
+    prompt: str  # text, or chat messages
+    answer: str  # text or number
+    answer_after: str = ""  # the answer follows the last occurrence of this; '' = all of the text
+    shows: str = ""  # column whose text, or first entry, follows a text prompt: what a program must be called
+
+    def columns(self) -> set[str]:
+        """Return the names of a file's columns that a problem is made of, without those of its `row`."""
+        keys = (self.prompt, self.answer)
+        return {*keys, *(key.partition(".")[0] for key in keys), self.shows, SOLUTION} - {""}
+
+
+SCHEMAS = {
+    "gsm8k": Schema("question", "answer", "####"),
+    "dapo": Schema("prompt", "label"),
+    "verl": Schema("prompt", "reward_model.ground_truth"),
+    "math": Schema("problem", "answer"),
+    "question": Schema("question", "answer"),
+    "apps": Schema("question", "input_output", shows="starter_code"),
+    "livecodebench": Schema("question_content", "public_test_cases", shows="starter_code"),
+    "mbpp": Schema("text", "test_list", shows="test_list"),
+    "mbpp_sanitized": Schema("prompt", "test_list", shows="test_list"),
+    "humaneval": Schema("prompt", "test"),
+    "kodcode": Schema("question", "test"),
+}
+# Other names of a schema: found by the columns of a file's first row, and data.prompt_key with data.answer_key.
+AUTO, KEYS = "auto", "keys"
+
+ABSENT = object()  # there is no such value
+
+
+def value_at(content: object, key: str) -> object:
+    """Return the value of a key; dots descend into objects."""
+    if isinstance(content, dict) and key in content:
+        return content[key]
+    head, _, rest = key.partition(".")
+    return value_at(content[head], rest) if rest and isinstance(content, dict) and head in content else ABSENT
+
+
+def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
+    """Return one schema per file, as `schema_names`; '' and KEYS are `fallback`.
+
+    Raises InputError naming the config's `key`, also where one is still AUTO.
+    """
+    wanted = schema_names(names, count, key)
+    if AUTO in wanted:
+        raise InputError(f"{key}={names}: task=train, evaluate, benchmark and draft_pretrain find it; name the schema")
+    known = SCHEMAS | {"": fallback, KEYS: fallback}
+    return [known[name] for name in wanted]
+
+
+def schema_names(names: str, count: int, key: str) -> list[str]:
+    """Return one name of a schema per file: `names` is one for all or one each, with commas.
+
+    Raises InputError naming the config's `key`.
+    """
+    wanted = [name.strip() for name in names.split(",")]
+    if len(wanted) not in (1, count):
+        raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
+    for name in wanted:
+        if name not in (*SCHEMAS, "", KEYS, AUTO):
+            raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
+    return wanted * count if len(wanted) == 1 else wanted
+
+
+def detect_schema(path: str, fallback: Schema, key: str) -> str:
+    """Return the name of the schema whose columns the first row of a path has: KEYS where it has those of `fallback`.
+
+    Raises InputError where it has none's, naming the columns, and as `read_rows`.
+    """
+    schemas = {KEYS: fallback, **SCHEMAS}
+    row = next(read_rows(path, key, {name for schema in schemas.values() for name in schema.columns()}))
+    if row.fault:
+        raise InputError(f"{row.where}: {row.fault}")
+    for name, schema in schemas.items():
+        prompt, answer = value_at(row.content, schema.prompt), value_at(row.content, schema.answer)
+        if ABSENT not in (prompt, answer) and schema.answer_after in str(answer):
+            return name
+    row = next(read_rows(path, key))
+    raise InputError(
+        f"{row.where}: which columns are prompt and answer? there are {', '.join(row.content)}; say it with "
+        "data.prompt_key and data.answer_key"
+    )
