@@ -48,6 +48,7 @@ def start_jax(**environment):
     return subprocess.run(program, env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment, capture_output=True)
 
 
+@pytest.mark.slow
 def test_the_installed_xla_starts_with_the_flags_of_a_gpu_and_dies_of_one_that_it_does_not_know():
     """XLA reads flags of GPUs on a CPU too."""
     found = flags_for("cuda", {})

@@ -89,10 +89,12 @@ def test_rollouts_are_those_of_the_present_weights(drafter, scale):
     assert (found.verifications <= found.response_length - found.reverified).all()
 
 
+@pytest.mark.slow
 def test_greedy_rollouts_too():
     assert_same(run(NEW, "table", 0.0, earlier=texts(1.0, 0.0)), plain(0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"num_slots": 3}, {"sizes": (4,)}, FEWEST, {"width": 4}, MASKS])
 def test_nor_do_they_depend_on_slots_sizes_pages_or_shapes(limits):
     assert_same(run(NEW, "table", limits=limits.items(), earlier=texts(0.1)), plain())
@@ -108,6 +110,7 @@ def long_ones(limits, earlier=None):
     return run(NEW, limits=limits.items(), prompts=[PROMPTS[p] for p in LONG], first_id=LONG_IDS, **how)
 
 
+@pytest.mark.slow
 def test_a_call_ends_with_no_row_parked():
     """One of two rows is parked while both are verified, and the other one's text is all of its rollout."""
     expected = long_ones({})
@@ -117,16 +120,19 @@ def test_a_call_ends_with_no_row_parked():
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_rows_of_a_smaller_batch_are_parked():
     found = long_ones(FEW | {"sizes": (4,)}, {})
     assert found.parked.any() and 4 in {chunk.size for chunk in found.chunks}
     assert_same(found, long_ones({}))
 
 
+@pytest.mark.slow
 def test_on_two_devices():
     assert_same(run(NEW, "table", devices=2, earlier=texts(0.1)), plain())
 
 
+@pytest.mark.slow
 def test_a_wrong_verification_is_seen(monkeypatch):
     """Negative control: tokens that are kept although the present weights draw others."""
     with pytest.raises(AssertionError):
@@ -139,6 +145,7 @@ FIRST, LATER = PROMPTS[:20], PROMPTS[20:]
 LATER_IDS = 100 + np.arange(len(LATER) * SAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "stateful"])
 @pytest.mark.parametrize("limits", [{}, {"pages": 20, "page_tokens": 4}, {"sizes": (4,)}])
 def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
@@ -159,6 +166,7 @@ def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
     assert bool(parked) == ("pages" in limits)
 
 
+@pytest.mark.slow
 def test_rollouts_that_begin_alone_go_on_from_call_to_call():
     """Under three weights, each stopped after some chunks; then under the last, to the end."""
     lookahead, drawn = Lookahead(PROMPTS, np.arange(len(PROMPTS) * SAMPLES)), []

@@ -64,6 +64,7 @@ def test_masks_and_logprobs_are_those_of_the_distribution_sampled(rule, cut, k):
         assert {0, 1} <= set(np.minimum(rollouts.accepted.sum(axis=1), 1).tolist()), "drafts are accepted and refused"
 
 
+@pytest.mark.slow
 def test_a_chunk_ends_before_a_row_has_no_room_for_its_ids(monkeypatch):
     """Three tokens of 13 ids fit at once: chunks end early, nothing is lost, and the tokens are the same."""
     sampling = Sampling(0.7, 13, 1.0)
@@ -75,6 +76,7 @@ def test_a_chunk_ends_before_a_row_has_no_room_for_its_ids(monkeypatch):
     np.testing.assert_array_equal(tight.tokens, roomy.tokens)
 
 
+@pytest.mark.slow
 def test_coupled_masks_do_not_depend_on_speculation():
     sampling = Sampling(0.7, 5, 0.9, "coupled")
     plain, speculative = generate(sampling), generate(sampling, 2)
@@ -83,6 +85,7 @@ def test_coupled_masks_do_not_depend_on_speculation():
         np.testing.assert_array_equal(getattr(plain, name), getattr(speculative, name))
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_unless_asked_for():
     rollouts = generate(Sampling(0.7, 5, 0.9), most_kept=0)
     assert rollouts.mask_ids.shape == (0,) and rollouts.mask_count.shape == (15, 0)

@@ -85,6 +85,7 @@ def assert_cut(found, stop):
     assert cut > len(found.length) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter, stop",
     long_but(
@@ -99,6 +100,7 @@ def test_rollouts_end_where_a_text_does(drafter, stop):
     assert drafter == "none" or found.accepted.sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     long_but([{"chunk": 1}, {"pages": 9}], [{"chunk": 1}, {"num_slots": 3, "sizes": ()}, {"devices": 2}, {"pages": 9}]),
@@ -107,6 +109,7 @@ def test_wherever_chunks_end_and_rows_go(sizes):
     assert_cut(run((b"xyxy",), "stateful", **sizes), (b"xyxy",))
 
 
+@pytest.mark.slow
 def test_a_text_that_begins_in_the_prompt_is_none():
     """Where a prompt's end and the first token spell a text together, the response goes on."""
     found, together = run((b"xy",)), 0

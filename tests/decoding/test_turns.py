@@ -58,6 +58,7 @@ def assert_same(found):
     np.testing.assert_allclose(found.logprobs, plain().logprobs, rtol=0, atol=2**-22)
 
 
+@pytest.mark.slow
 def test_the_rollouts_compared_have_one_to_three_turns():
     found, talk = run(k=0)
     turns = np.array([sum(turn.request == i for turn in talk.asked) for i in range(len(found.length))])
@@ -92,6 +93,7 @@ def by_hand(prompt, stop, longest):
         tokens, marks = tokens + answer, marks + [True] * len(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop, longest", [(b"", LONGEST), (b"xx", LONGEST), (b"", 11)])
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_greedy_rollouts_are_those_of_plain_python(drafter, stop, longest):
@@ -108,6 +110,7 @@ def test_greedy_rollouts_are_those_of_plain_python(drafter, stop, longest):
         assert found.ended[row] == ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["table", "stateful", "ngram", "suffix", "cascade"])
 def test_tokens_do_not_depend_on_the_drafter(drafter):
     found, _ = run(drafter)
@@ -115,6 +118,7 @@ def test_tokens_do_not_depend_on_the_drafter(drafter):
     assert found.accepted.sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("talk", [{"order": "last", "looks": 1}, {"order": "random", "each": 1}, {"looks": 3}])
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("drafter", ["none", "cascade"])
@@ -126,6 +130,7 @@ def test_nor_on_the_order_of_answers_nor_on_what_becomes_of_pages(talk, copies, 
     assert ("read_pages" in seen) == copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -139,6 +144,7 @@ def test_nor_on_slots_pages_or_pieces(sizes):
     assert_same(run("suffix", **sizes)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [6, 10])
 def test_nor_where_an_answer_is_of_several_pages(slots):
     """A row that comes back may wait once more, for the pages of its answer."""
@@ -147,10 +153,12 @@ def test_nor_where_an_answer_is_of_several_pages(slots):
     assert found.parked.sum() > 5
 
 
+@pytest.mark.slow
 def test_nor_on_two_devices():
     assert_same(run(devices=2, num_slots=8, talk={"looks": 2})[0])
 
 
+@pytest.mark.slow
 def test_no_token_is_computed_twice():
     found, _ = run("suffix", num_slots=6, talk={"looks": 2})
     written = found.environment.sum(axis=1)
@@ -158,6 +166,7 @@ def test_no_token_is_computed_twice():
     np.testing.assert_array_equal(found.prefilled + found.policy_tokens, found.length)
 
 
+@pytest.mark.slow
 def test_prefilled_again_is_counted(monkeypatch):
     monkeypatch.setattr(conversing, "PATIENCE", 0.0)
     found, _ = run(num_slots=4, talk={"looks": 2}, copies_pages=False)
@@ -170,6 +179,7 @@ def test_environment_tokens_have_no_logprob_and_are_no_drafts():
     assert not found.draft_positions[found.environment].any()
 
 
+@pytest.mark.slow
 def test_lookup_drafts_see_what_environments_wrote():
     cell = Cell("suffix", "coupled", 1.0, 0, 1.0, "may end", "inside")
     limits = EngineConfig(4, 3, LONGEST, 5, turns=True, groups=2, sequences=2, page_tokens=4)

@@ -48,6 +48,7 @@ def test_the_page_has_a_module_and_a_line_for_each_kind():
     assert all(f'"{name}": Kind(' in BLOCKS["line", name] for name in ("repeat", "bigram"))
 
 
+@pytest.mark.slow
 def test_rollouts_with_the_drafter_equal_those_without(kind):
     """The real engine under `coupled`; float32 logits of two shapes tie rarely enough for these few tokens."""
     limits = EngineConfig(4, max_prompt_tokens=8, max_response_tokens=12, chunk=4)
@@ -61,6 +62,7 @@ def test_rollouts_with_the_drafter_equal_those_without(kind):
     assert found[kind].drafted.sum() > 0
 
 
+@pytest.mark.slow
 def test_the_drafter_without_weights_in_the_toy_engine(monkeypatch):
     """A target that often repeats its last token: same tokens, some drafts accepted."""
     module = module_of("repeat", monkeypatch)

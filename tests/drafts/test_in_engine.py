@@ -246,6 +246,7 @@ def assert_the_learners_drafts(kind, slots):
 # --- what the engine's draft says is what the learner's says
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("size", [0, 2, 3], ids=["several lengths", "2 tokens", "3 tokens"])
 def test_the_first_draft_after_a_prompt_is_the_learners(kind, size):
@@ -271,6 +272,7 @@ def entries(kind, cache, table, length):
     return [by_position(pages[:, :, which], table, length) for pages in layers for which in (KEYS, VALUES)]
 
 
+@pytest.mark.slow
 @kinds
 def test_every_committed_token_has_its_true_entries(kind):
     """A draft leaves no provisional entry behind it but its own, at positions that are not committed yet."""
@@ -335,6 +337,7 @@ def entries_from_scratch(kind, tokens):
     return kept
 
 
+@pytest.mark.slow
 @kinds
 def test_drafts_after_a_pause_are_those_of_a_run_that_never_stopped(kind):
     """The same rows at the same lengths: greedy, so both commit the same tokens, in different blocks."""
@@ -420,6 +423,7 @@ def test_greedy_speculation_equals_plain_greedy(kind, lengths):
     assert len(out.chunks) > 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_greedy_tokens_are_the_same_under_a_budget_of_verified_drafts(kind):
     """12 of the 48 drafts of an iteration are verified, each position as a row of its own; 12 of 30 of ten rows."""
@@ -448,6 +452,7 @@ def test_each_part_of_a_mesh_has_its_own_budget():
     assert 0 < out.drafted.sum() <= 16 * sum(chunk.iterations for chunk in out.chunks)
 
 
+@pytest.mark.slow
 def test_a_head_that_drafts_nothing_changes_no_bit_and_what_it_reads_is_kept():
     expected = plain_greedy("eagle3")
     out = engine_of("eagle3", GREEDY).generate(weights_of("eagle3"), PROMPTS[:14], 3, seed=0, lengths=FixedLength(0))

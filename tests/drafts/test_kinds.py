@@ -57,6 +57,7 @@ def one_device():
     return partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "speculators" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
 )

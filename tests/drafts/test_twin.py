@@ -48,6 +48,7 @@ def assert_equal_rollouts(out, plain):
         np.testing.assert_array_equal(getattr(out, name), getattr(plain, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize, preset", long_but([("int8", "nano")], FORMATS, PRESETS))
 def test_rollouts_are_those_of_plain_decoding_and_most_drafts_are_accepted(quantize, preset):
     """To the last bit in parity mode, with refills and siblings that share the pages of their prompt."""
@@ -83,6 +84,7 @@ def test_sampled_drafts_are_accepted_as_often_as_the_distributions_agree(rule):
 # ---- its weights
 
 
+@pytest.mark.slow
 def test_a_twin_has_the_policys_matrices_and_shares_the_rest():
     model = qwen3.preset("nano_moe")
     params = random_params(model)

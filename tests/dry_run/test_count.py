@@ -191,6 +191,7 @@ def test_bytes_of_types():
 # ---- convolutions, which products on a TPU become
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stride", "padding", "spread", "dilation"), [(1, (0, 0), 1, 1), (2, (3, 1), 1, 2), (1, (4, 2), 3, 1)]
 )

@@ -113,6 +113,7 @@ def phases_with(values):
     return plan, {phase.name: phase for phase in find_phases(plan)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "name", "after"),
     [
@@ -161,6 +162,7 @@ def test_experts_are_compared_in_the_rows_that_a_run_takes():
     assert shapes == [(8, 128), (4, 128)]
 
 
+@pytest.mark.slow
 def test_the_policys_update_by_hand(plan, phases):
     memory = measure(phases["train policy"], exact=False).memory
     params, rows, inputs = by_hand(plan)
@@ -182,6 +184,7 @@ def test_the_policys_update_by_hand(plan, phases):
     assert memory.resident == resident_by_hand(plan)
 
 
+@pytest.mark.slow
 def test_the_logprobs_by_hand(plan, phases):
     memory = measure(phases["logprob"], exact=False).memory
     params, _, _ = by_hand(plan)
@@ -196,6 +199,7 @@ def test_the_logprobs_by_hand(plan, phases):
     assert memory.padding == 0
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_chunk_by_hand(plan, phases):
     memory = measure(phases["generate: plain chunk"], exact=False).memory
     m, rows, S = plan.model, 16 // 4, 12 + 16

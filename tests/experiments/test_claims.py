@@ -284,6 +284,7 @@ FOLDERS["draft_init"] = ("rlzero_tiny_small",)
 FOLDERS |= dict.fromkeys(("accuracy_parity", "async_lag", "quantized_rollouts"), ("rlzero_tiny",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_folder_writes_its_table_figure_and_claims(folder, tmp_path):
     module = importlib.import_module(f"experiments.{folder}.plot")

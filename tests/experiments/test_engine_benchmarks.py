@@ -39,6 +39,7 @@ def test_quartiles_of_five():
     assert str(bench.quartiles([1.0, 2.0])) == "1.500 (1.250 to 1.750)"
 
 
+@pytest.mark.slow
 def test_timed_rollouts_count_tokens_and_acceptance():
     run = toys.toy_engine(EngineConfig(4, 4, 6, chunk=4), Sampling(), (), 0)
     row = bench.timed_rollouts(run, toys.make_table(seed=0, V=4), [[1, 2], [2]], 2, 0, FixedLength(0))

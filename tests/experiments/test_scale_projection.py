@@ -102,6 +102,7 @@ def test_the_learner_of_the_asynchronous_run_trains_alone(calibrated):
     assert alone == pytest.approx(float(phases.train[0]), rel=0.01) and scored > 1.5 * alone
 
 
+@pytest.mark.slow
 def test_impossible_draws_are_dropped():
     """No mean length below 8,192 tokens makes 1,024 responses last as long as Table 1's."""
     short = paper.calibrate(undisclosed=paper.CENTRE._replace(limit=8192.0))

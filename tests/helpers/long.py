@@ -20,4 +20,4 @@ def _marked(case, slow):
 
 def slow_but(fast, *axes):
     """Return every combination of the axes' values; those not in `fast` are marked slow."""
-    return long_but(fast, *axes, slow=[case[0] if len(axes) == 1 else case for case in itertools.product(*axes)])
+    return long_but(fast, *axes, slow=axes[0] if len(axes) == 1 else itertools.product(*axes))

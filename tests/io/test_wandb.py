@@ -26,6 +26,7 @@ def use(workdir, steps):
     run.close()
 
 
+@pytest.mark.slow
 def test_an_offline_run_is_kept_and_a_second_start_has_the_same_id(tmp_path, offline):
     use(tmp_path, [1, 2])
     first = (tmp_path / "wandb_id").read_text()

@@ -125,6 +125,7 @@ def sharded(fn):
     return jax.jit(functools.partial(fn, mesh=mesh, rows="data", heads="tensor"))
 
 
+@pytest.mark.slow
 def test_sharded_is_unsharded():
     parts = [draw(lengths, Q=2, K=2, N=8, H=64, T=16, seed=i) for i, lengths in enumerate([[5, 100], [64, 0]])]
     columns = max(part[2].shape[1] for part in parts)
@@ -173,6 +174,7 @@ def test_a_pool_without_heads_is_written_too():
     assert [found[1, 15], found[2, 3], found[3, 0]] == [3.0, 1.0, 4.0]
 
 
+@pytest.mark.slow
 def test_a_loop_writes_its_pools_in_place():
     """Also in bfloat16, of which XLA on a CPU would convert the whole pool at each write."""
     q, pages, table, positions = draw([40, 5], Q=1, K=2, N=4, H=64, T=16, C=4000)

@@ -45,6 +45,7 @@ CASES = {
 FAST = [("gpu", "one row", "bfloat16"), ("tpu", "small pages", "float32")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, name, dtype", long_but(FAST, INTERPRETED, CASES, BOUNDS))
 def test_the_kernels_are_the_definition(backend, name, dtype):
     if backend == "gpu" and dtype == "float32":
@@ -73,6 +74,7 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_the_pages(backend):
     np.testing.assert_array_equal(others, whole)
 
 
+@pytest.mark.slow
 def test_what_no_kernel_takes_is_computed_in_blocks():
     """A piece of a prompt, float64, and pages that are no whole tiles."""
     with jax.enable_x64(True):
@@ -132,6 +134,7 @@ def in_turn(fused, heads, pages, table, positions):
     return INTERPRETED["gpu"].attend(q, pages, table.read, positions), pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, dtype",
     long_but(

@@ -15,12 +15,13 @@ from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import SAMPLINGS, completed, make_model, nothing_drafted, plain_tokens, run_block, run_drafts
 from tests.helpers.exact import flat_index, joint, sequences, softmax
-from tests.helpers.long import long_but
+from tests.helpers.long import long_but, slow_but
 from tests.helpers.statistics import assert_drawn_from
 
 COUPLED = {name: dataclasses.replace(sampling, rule="coupled") for name, sampling in SAMPLINGS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "all three"])
 @pytest.mark.parametrize("with_logits", [True, False])
 def test_what_is_emitted_depends_on_neither_draft_nor_k(name, with_logits):
@@ -43,7 +44,7 @@ def test_what_is_emitted_depends_on_neither_draft_nor_k(name, with_logits):
 
 
 @pytest.mark.parametrize("kind", ["random", "reduced"])
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("name", slow_but(["all three"], COUPLED))
 def test_its_own_drafts_are_kept_up_to_the_first_that_differs(kind, name):
     model, sampling, ids = make_model(kind, 3, 3), COUPLED[name], np.arange(500)
     plain = plain_tokens(model, sampling, ids, length=4)
@@ -57,6 +58,7 @@ def test_its_own_drafts_are_kept_up_to_the_first_that_differs(kind, name):
 # --- the distribution
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLED)
 def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, name):
     """Exact, given that argmax(logits + g) is distributed as the softmax: sums the weights of all paths."""
@@ -123,6 +125,7 @@ def test_the_joint_distribution_with_real_noise_is_the_targets(kind, name):
 # --- the noise of drafter and verifier
 
 
+@pytest.mark.slow
 def test_a_draft_that_equals_the_target_is_always_kept_also_on_a_reduced_vocabulary():
     """The map is neither sorted nor dense, and each of its tokens is drafted."""
     V, k, B, vocab_map = 11, 3, 2000, np.array([7, 2, 9, 0, 5])
@@ -140,6 +143,7 @@ def test_a_draft_that_equals_the_target_is_always_kept_also_on_a_reduced_vocabul
         assert set(np.asarray(tokens).ravel().tolist()) == set(vocab_map.tolist())
 
 
+@pytest.mark.slow
 def test_a_full_vocabulary_in_the_order_of_a_map_drafts_the_same_tokens():
     logits, order = (
         np.random.default_rng(1).normal(size=(1000, 9)).astype(np.float32),
@@ -179,6 +183,7 @@ def test_it_uses_no_uniform_and_nothing_else_uses_its_noise(monkeypatch):
             )
 
 
+@pytest.mark.slow
 def test_float64_logits_are_compared_in_float64(monkeypatch):
     """Two logits that are one number in float32; the first of equals would win."""
     with jax.enable_x64(True):

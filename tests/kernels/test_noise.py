@@ -96,6 +96,7 @@ def test_seed_and_rollout_id_do_not_commute():
     assert uniforms(position=1, offset=2)[0] != uniforms(position=2, offset=1)[0]
 
 
+@pytest.mark.slow
 def test_a_draw_does_not_depend_on_row_or_batch():
     ids, positions = np.arange(100, 200), np.arange(100) % 7
     alone = [uniforms(rollout_id=[i], position=[p]) for i, p in zip(ids, positions, strict=True)]
@@ -236,6 +237,7 @@ def cell(g):
     return np.minimum((np.exp(-np.exp(-np.asarray(g, np.float64))) * 8).astype(int), 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUMBEL_PAIRS)
 def test_two_gumbels_have_the_joint_distribution_of_independent_ones(name):
     """64 cells, 2**17 pairs: both error rates are 1e-6 at total variation 0.015 against 0.03."""
@@ -261,6 +263,7 @@ def test_gumbels_of_one_vocabulary_have_the_distribution_of_a_gumbel():
     assert abs(g.mean() - 0.57722) < 0.0125
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACE)
 def test_the_top_bit_and_the_bottom_bit_of_each_argument_count(name):
     top = 2**28 if name == "token" else 2**31

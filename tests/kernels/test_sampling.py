@@ -265,6 +265,7 @@ def awkward_weights():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", awkward_weights())
 def test_an_entry_of_weight_zero_is_never_drawn(name):
     weights = np.asarray(awkward_weights()[name], np.float32)
@@ -273,6 +274,7 @@ def test_an_entry_of_weight_zero_is_never_drawn(name):
     assert (weights[draws(weights, first, second)] > 0).all()
 
 
+@pytest.mark.slow
 @given(data=st.data(), V=st.sampled_from([1, 2, 5, TILE - 1, TILE, TILE + 1, 2 * TILE + 3]))
 def test_an_entry_of_weight_zero_is_never_drawn_whatever_the_weights(data, V):
     """Drawn weights at drawn places; the uniforms are the ends of the range, where rounding decides."""
@@ -304,6 +306,7 @@ def test_draws_with_the_noise_follow_the_weights(V):
     assert_drawn_from(groups[np.asarray(indices)], np.bincount(groups, weights), at_most=0.0103)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [7, 2 * TILE + 9])
 def test_a_draw_does_not_depend_on_its_batch(V):
     rng = np.random.default_rng(1)
@@ -316,6 +319,7 @@ def test_a_draw_does_not_depend_on_its_batch(V):
         assert draw(weights[row], tuple(x[row] for x in u)) == together[row]
 
 
+@pytest.mark.slow
 def test_the_whole_path_from_logits_follows_the_definition():
     """Temperature, top-k and top-p together, 100,000 draws of 8 tokens: error rates 1e-6 at 0.01 and 0.02."""
     N, sampling = 100_000, Sampling(0.8, 6, 0.85)

@@ -152,13 +152,14 @@ def drawn_distribution(model, sampling):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("V, k", [(2, 3), (3, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("V, k", long_but([(3, 3)], [(2, 3), (3, 1), (3, 3), (4, 2)], slow=[(2, 3), (3, 1), (4, 2)]))
 def test_emitted_tokens_have_exactly_the_targets_distribution(rule, V, k):
     for kind in KINDS:
         model = make_model(kind, V, k)
         assert_exact(model, with_rule(rule), drawn_distribution(model, with_rule(rule)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_distribution_is_exact_under_temperature_top_k_and_top_p(rule, name):
@@ -170,6 +171,7 @@ def test_the_distribution_is_exact_under_temperature_top_k_and_top_p(rule, name)
         assert_exact(model, sampling, drawn_distribution(model, sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("certain", ["no logits", "logits to ignore"])
 @pytest.mark.parametrize("rule, name", [("rejection", "plain"), ("rejection", "all three"), ("block", "plain")])
 def test_the_distribution_is_exact_given_each_draft_without_probabilities(certain, rule, name):
@@ -202,6 +204,7 @@ def test_the_enumeration_sees_a_wrong_rule(rule):
     assert np.abs(distribution - joint(model.p(sampling)).ravel()).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_a_residual_that_rounds_to_nothing_still_gives_a_possible_token(rule):
     """p and q equal but for rounding: p <= q everywhere, so the one rejection in 2**24 leaves max(p - q, 0) = 0."""
@@ -254,6 +257,7 @@ def test_the_joint_distribution_with_real_noise_is_the_targets(rule, kind, V, k,
         assert_drawn_from(flat_index(drafts, V), joint(model.q(sampling)).ravel(), at_most=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_the_bonus_does_not_depend_on_how_lucky_the_drafts_were(rule):
     """Given that all drafts were accepted, the bonus follows p: shared noise between streams would tilt it.
@@ -293,6 +297,7 @@ def test_the_acceptance_rate_is_the_overlap_of_p_and_q(rule):
     assert_drawn_from(np.asarray(out.num_accepted), [1 - overlap, overlap], at_most=0.0125)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("change", [{"seed": 2}, {"position": 18}, {"ids": np.arange(1000, 2000)}])
 def test_seed_position_and_rollout_id_each_change_the_outcome(rule, change):

@@ -43,6 +43,7 @@ def exporting(setup, **changes):
     return with_config(setup, export=changes).learner
 
 
+@pytest.mark.slow
 def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
     """By the task's own config, as main.py builds it; which ids those are the checkpoint knows."""
     setup = make_run(rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path))
@@ -66,6 +67,7 @@ def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     np.testing.assert_array_equal(ids, state.vocab_map)
 
 
+@pytest.mark.slow
 def test_a_run_of_many_hosts_is_exported_here(run, tmp_path):
     """Its mesh, its devices that only generate and its slots are more than this machine has."""
     config = rlzero_tiny.get_config("smoke")

@@ -80,6 +80,7 @@ def load(folders, kind, path="", **changes):
 DRAFTS = [("none", ""), ("mtp", "mtp_mimo"), ("model", "model"), ("suffix", "")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "path"), long_but(DRAFTS[:1], DRAFTS), ids=lambda value: value or "-")
 def test_what_comes_out_agrees_with_itself(folders, kind, path):
     """Texts, tokens, log-probs and counts of the same answers; log-probs are the policy's, read from the folder."""

@@ -172,6 +172,7 @@ def test_sampled_rollouts(whole, toy):
         assert len({sample["prompt"] for sample in found}) == 4
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_learns_without_the_rollout_weights(toy, tmp_path, monkeypatch):
     """They are as large as the policy; the dry run counts on it."""
     of_the_step, alive, computed = [], [], training_step.compute_loss_inputs
@@ -501,6 +502,7 @@ def test_a_finished_run_does_nothing_more(toy, whole, tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in (workdir / "checkpoints").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_draft_that_turns_nan_is_replaced_and_the_run_goes_on(toy, tmp_path, monkeypatch, capsys):
     """Its weights are NaN after the update of step 2. Step 3 sees it and replaces it; step 4 drafts nothing."""
     updated = update._update_draft

@@ -265,6 +265,7 @@ def same_run(setup, workdir, other):
         assert (workdir / name).read_text() == (other / name).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", long_but([2], [1, 2]))
 def test_a_killed_run_ends_like_the_whole_one(toy, lag, tmp_path, monkeypatch):
     setup, whole, known = with_config(toy, pipeline={"lag": lag}), tmp_path / "whole", []

@@ -58,6 +58,7 @@ def scores(params, config, rollouts, partition):
     return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft, kind, preset", CASES)
 def test_the_quantised_policy_draws_and_is_recorded_whatever_drafts(draft, kind, preset, partition):
     """Coupled rollouts have equal bits with and without drafts. Their log-probs are those of the rounded weights; the

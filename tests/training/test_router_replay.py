@@ -104,6 +104,7 @@ CASES = {
 FAST = ("the policy in fewer bits",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_the_record_is_what_a_plain_forward_over_the_text_chooses(case):
     """Of prompts too, and never a refused draft's: float32 on both sides, in which no router here has a near tie."""

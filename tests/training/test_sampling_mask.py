@@ -47,6 +47,7 @@ def test_learner_and_rollouts_agree_on_the_log_probs(rule, cut, packed):
     assert ignoring["rollout_vs_learner/logprob_abs_max"] > 0.2 and ignoring["rollout_vs_learner/kl"] > 1e-3
 
 
+@pytest.mark.slow
 def test_the_predicted_acceptance_is_of_the_tokens_kept():
     """Masks have ids of the target's vocabulary, the draft's has others: what it lacks is never accepted."""
     partition, policy = learner_partition(), draw(qwen3.param_specs(POLICY), 1)

@@ -123,6 +123,7 @@ def test_a_block_reads_nothing_that_serving_would_not_have_yet(kind):
     assert changed.tolist() == [False, kind == "dspark", kind == "dspark"]
 
 
+@pytest.mark.slow
 @kinds
 def test_drafts_of_some_anchors_are_those_of_all(kind):
     """Every third token, from the second on; the last anchor lies behind the row's end. Also of packed texts."""
@@ -147,6 +148,7 @@ def test_packed_texts_do_not_see_each_other(kind):
         np.testing.assert_allclose(packed[:, 0, t], alone[:, 0, t - start], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_long_rows_go_in_parts_to_the_same_gradient(monkeypatch):
     tokens, features, embed, _ = map(jnp.asarray, text())
 

@@ -97,6 +97,7 @@ def unrolled_logits(params, head, features, embedded, first_position=0):
     return jnp.einsum("SBTD,VD->SBTV", outputs, table, preferred_element_type=jnp.float32)
 
 
+@pytest.mark.slow
 @variants
 @pytest.mark.parametrize("layout", ["training", "inference"])
 def test_training_drafts_what_the_formula_says(name, layout, inputs):
@@ -134,6 +135,7 @@ def test_serving_drafts_what_the_formula_says(name, inputs):
         np.testing.assert_allclose(logits[row], expected(name, inputs, row, start), atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "norm"),
     [
@@ -173,6 +175,7 @@ def test_the_inference_layout_is_as_declared(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(fused)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["speculators", pytest.param("eagle-3.1", marks=pytest.mark.long)])
 def test_every_weight_of_a_variant_learns(name, inputs):
     def loss(params):

@@ -78,6 +78,7 @@ def cases(draw):
     return tokens, own_lengths, group, sequence, LookupCache(texts, lengths.reshape(C, M))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k, max_match", [(1, 8), (2, 1), (3, 3), (5, 8)])
 @given(case=cases(), with_lookup_cache=st.booleans(), data=st.data())
 @settings(max_examples=100)
@@ -256,6 +257,7 @@ def some_slots(seed=0, cache=None, with_lookup_cache=True):
     return make_slots(tokens, length, group, sequence, lookup_cache if with_lookup_cache else None, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_lookup_cache", [True, False], ids=["suffix", "ngram"])
 def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cache):
     drafter = lookup_drafter(3, 1, 4)
@@ -271,6 +273,7 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cac
     assert cache is slots.cache and drafter.sync_cache(None, text, cache) is cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_logits", [True, False])
 def test_copies_in_the_place_of_a_heads_draft_have_positions_of_their_own(has_logits):
     """One iteration over a verification written by hand; where all drafts are copies, none has replaced another."""
@@ -408,6 +411,7 @@ def remember(rollouts):
     return history
 
 
+@pytest.mark.slow
 def test_the_engine_gives_the_rollouts_of_plain_decoding_with_fewer_forwards():
     """Both kinds, in groups that come and go; after an epoch of the same rollouts most drafts are right."""
     [plain], drafter = generate(toys.NO_DRAFTER, "rejection"), lookup_drafter(3, 1, 8)
@@ -432,6 +436,7 @@ def test_an_override_in_the_engine_uses_what_it_copies():
     assert (np.diff(verifications) > 0).all(), verifications
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.long)])
 def test_the_joint_distribution_under_an_override_is_the_targets(rule):
     """A row is verified by ratio in one block and by equality in the next, after texts that its siblings just wrote.

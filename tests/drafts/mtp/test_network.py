@@ -105,6 +105,7 @@ def test_training_drafts_what_the_formula_says(params, inputs, start):
         np.testing.assert_allclose(got[:, row], reference(params, inputs, row, start), rtol=1e-4, atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [1, 4])
 def test_serving_drafts_what_training_does(params, inputs, start):
     """Over a cache: pairs before the last one are written; the last one and the drafts are extended."""
@@ -127,6 +128,7 @@ def test_serving_drafts_what_training_does(params, inputs, start):
     np.testing.assert_allclose(serve(fused, inputs), unrolled(params, inputs)[:, :, start], atol=ATOL)
 
 
+@pytest.mark.slow
 def test_the_inference_layout_is_as_declared_and_gives_the_same_logits(params, inputs):
     fused = mtp.inference_params(params, jnp.float32)
     np.testing.assert_allclose(unrolled(fused, inputs), unrolled(params, inputs), atol=ATOL)

@@ -102,6 +102,7 @@ def by_hand(name, t, tokens, features, embed):
     return rms(a[t:], w["final_norm"]) @ w["unembed"].T
 
 
+@pytest.mark.slow
 @configs
 def test_every_draft_is_as_the_formulas_say(name):
     found = logits_of(name, *text())
@@ -123,6 +124,7 @@ def test_a_draft_reads_nothing_that_serving_would_not_have_yet():
     assert (logits_of("new", own, features, embed)[:, 0, t] != before).any(axis=-1).all()
 
 
+@pytest.mark.slow
 def test_drafts_of_some_anchors_are_those_of_all():
     """Every third pair, from the second on; the last anchor lies behind the row's end. Also of packed texts."""
     segments = jnp.asarray(np.where(np.arange(T) < 4, 1, 2)[None], jnp.int32)

@@ -37,6 +37,7 @@ def inputs_of(kind, T=T):
     return tuple(jnp.asarray(rng.normal(size=(B, T, *shape)), jnp.float32) for shape in (FEATURES[kind], (24,)))
 
 
+@pytest.mark.slow
 @kinds
 def test_a_pair_reads_nothing_that_serving_would_not_have_yet(kind):
     (features, embedded), t, steps = inputs_of(kind), 3, 3
@@ -53,6 +54,7 @@ def test_a_pair_reads_nothing_that_serving_would_not_have_yet(kind):
     np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packed", "T"),
     [
@@ -103,6 +105,7 @@ def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
     assert parts < temporaries() / 4
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("columns", ["none", "no page"])
 def test_pairs_beyond_the_pages_are_dropped_and_true_pairs_replace_provisional_ones(kind, columns):
