@@ -93,7 +93,7 @@ def test_every_prompt_under_way_has_a_group_in_the_lookup_cache(prompts, groups)
     ids=str,
 )
 def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, groups, sequences):
-    """The smoke variant: 16 slots, 4 prompts of 4 answers."""
+    """The smoke variant: 18 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
     limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
