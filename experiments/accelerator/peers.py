@@ -23,7 +23,7 @@ from typing import Any
 
 from specrl_jax.errors import InputError, fail
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 RATE = 0.75
 PROMPT = 32
 COLUMNS = ("model", "rows", "side", "tokens", "seconds", "tokens_per_second", "same_tokens", "error")
@@ -90,9 +90,10 @@ def theirs(python: str, small: bool, device: str, seconds: float, keep: Keep) ->
             asked.append(common | {"rows": todo["rows"], "update_rows": 0})
         if name == todo["update"][0]:
             asked.append(common | {"rows": (), "update_rows": todo["update"][1]})
-    command = [python, str(HERE / "peer_torch.py"), "--device", device, "--work", json.dumps(asked)]
+    # As a module: beside the script lies kernels.py, which transformers would take for a package of that name.
+    command = [python, "-m", "experiments.accelerator.peer_torch", "--device", device, "--work", json.dumps(asked)]
     end = time.monotonic() + seconds
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
