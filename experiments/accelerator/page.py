@@ -45,12 +45,18 @@ SIDES: Columns = {
 STEPS: Columns = {
     "step": "step",
     **{f"{phase}, s": f"time/{phase}" for phase in ("total", "prepare", "generate", "logprob", "train")},
+    "compiling, s": "compile_seconds",
+    "programs": "compiled",
+    "tokens": "rollout/tokens",
+    "mean response": "rollout/response_length_mean",
     "tokens/s": "perf/tokens_per_second_per_device",
     "MFU of logprob, %": ("perf/mfu_logprob", 100),
     "MFU of train, %": ("perf/mfu_train", 100),
     "rollout to learner KL, nats": "rollout_vs_learner/kl",
     "largest log-prob difference, nats": "rollout_vs_learner/logprob_abs_max",
     "tokens per verification": "spec/acceptance_length",
+    "draft loss": "draft/loss",
+    "device memory, GiB": "perf/device_memory",
 }
 LEARNER: Columns = {
     "real tokens": "tokens",
@@ -200,7 +206,15 @@ def learner_section(found: Row) -> list[str]:
 
 
 def training_section(found: Row) -> list[str]:
-    page = ["## Steps of RL from random weights", "", "The first step compiles.", ""]
+    page = ["## Steps of RL from random weights", ""]
+    if (begun := found.get("first_step_begins")) is not None:
+        page += [f"The first step begins after {begun:.0f} s; the learner's programs compile in it.", ""]
+    if "bit_equal" in found:
+        differ = ", ".join(found["steps_that_differ"])
+        page += [
+            f"A second run: {f'steps {differ} differ' if differ else 'every step is equal, rollouts and metrics'}.",
+            "",
+        ]
     return page + table(found.get("steps", []), STEPS)
 
 

@@ -23,6 +23,7 @@ from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.training.performance import RSS_UNIT
 
 LONGEST = 4096  # tokens at which `long_tail` cuts, before responses are scaled to sizes.cut
@@ -37,18 +38,24 @@ class Sides(NamedTuple):
 
 
 def make_sides(sizes: Sizes, tail: LongTail, lengths: tuple[int, ...], device: jax.Device) -> Sides:
-    """Build both engines; the drafting one has programs for the draft lengths."""
+    """Build both engines for long-tailed rollouts; the drafting one has programs for the draft lengths."""
     policy = tail.model.config
-    oracle = OracleDraft(head_of(policy, sizes).config)
     longest = live_work.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=LONGEST)
     work = live_work.long_tail(tail.prompts, longest)._replace(slots=tail.slots)
     responses = [max(1, n * tail.cut // LONGEST) for n in work.responses]
+    work = work._replace(responses=responses, limit=tail.cut)
+    return sides_of(sizes, policy, work, tail.shrinks, lengths, device)
+
+
+def sides_of(
+    sizes: Sizes, policy: Qwen3Config, work: live_work.Work, shrinks: int, lengths: tuple[int, ...], device: jax.Device
+) -> Sides:
+    """Build both engines for given rollouts, with so many smaller batch sizes at most."""
+    oracle = OracleDraft(head_of(policy, sizes).config)
     # The policy follows tokens of the draft's vocabulary.
-    work = work._replace(
-        prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts], responses=responses, limit=tail.cut
-    )
+    work = work._replace(prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts])
     limits = live_work.engine_config(work, lookup=False, page_tokens=sizes.page)
-    limits = dataclasses.replace(limits, sizes=limits.sizes[: tail.shrinks])
+    limits = dataclasses.replace(limits, sizes=limits.sizes[:shrinks])
     plain = build(policy, limits, sizes.dtype, device)
     return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, lengths), work)
 
@@ -84,7 +91,7 @@ def generate(built: Built, weights: Weights, work: live_work.Work, seed: int) ->
     return found, time.perf_counter() - start
 
 
-def compare_sides(sides: Sides, weights: Weights, k: int) -> Iterator[Row]:
+def compare_sides(sides: Sides, weights: Weights, k: int, rates: tuple[float, ...] = RATES) -> Iterator[Row]:
     """Time plain decoding, then drafts at each rate; the tokens of all must be the same."""
     work, plain = sides.work, without_draft(weights)
     for built, given in ((sides.plain, plain), (sides.drafting, weights)):
@@ -92,7 +99,7 @@ def compare_sides(sides: Sides, weights: Weights, k: int) -> Iterator[Row]:
     expected, seconds = generate(sides.plain, plain, work, 1)
     tokens = int(expected.response_length.sum())
     yield {"draft": "none", "seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
-    for rate in RATES:
+    for rate in rates:
         found, took = generate(sides.drafting, with_rate(weights, rate), work, 1)
         yield {
             "draft": f"r = {rate}",

@@ -40,6 +40,8 @@ def training_steps(
     workdir: str,
     stop: threading.Event,
     trackers: Trackers | None = None,
+    *,
+    evaluates: bool = True,
 ) -> Iterator[Row]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
 
@@ -48,6 +50,7 @@ def training_steps(
     Args:
       stop: set by a signal handler; the run then saves the last finished step and leaves.
       trackers: show the metrics too; of the first process.
+      evaluates: False leaves out every evaluation and what it compiles, for measurements of steps alone.
     Raises:
       Stopped: where `stop` was set; the last finished step is saved, unless its next rollouts are still under way.
       InputError: a checkpoint or data position that does not fit.
@@ -55,7 +58,7 @@ def training_steps(
         written, or no checkpoint is whole; says what is kept.
     """
     scorer.start()
-    run = _Run(learner, rollout, problems, scorer, workdir, stop, trackers or Trackers())
+    run = _Run(learner, rollout, problems, scorer, workdir, stop, trackers or Trackers(), evaluates)
     with run.display, contextlib.ExitStack() as ending:
         try:
             with distributed.leave_with_others():
@@ -93,7 +96,9 @@ class _Run:
         workdir: str,
         stop: threading.Event,
         trackers: Trackers,
+        evaluates: bool,
     ) -> None:
+        self.evaluates = evaluates
         self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
         self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
         grpo = self.config.grpo
@@ -191,7 +196,7 @@ class _Run:
         """Add what is due after the row's step, and write the row. Raise Stopped before anything is written."""
         self.unfinished = row
         step, last, config = int(row["step"]), int(row["step"]) == self.config.steps, self.config
-        if not step or last or (config.eval.every and step % config.eval.every == 0):
+        if self.evaluates and (not step or last or (config.eval.every and step % config.eval.every == 0)):
             row |= self._evaluate(step)
         if step and last and self.compares:
             row |= self._compare()
