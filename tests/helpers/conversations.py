@@ -6,7 +6,6 @@ import numpy as np
 
 from specrl_jax.decoding.turns import Answer
 
-
 MOST_TURNS = 3
 
 
