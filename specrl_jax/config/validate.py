@@ -105,7 +105,7 @@ def _learns_as_synchronous(d: DraftConfig) -> None:
     ):
         if not allowed:
             raise InputError(
-                f"draft.{key}={getattr(d, key)}: under pipeline.weight_update=exact the draft learns what it would in a "
+                f"draft.{key}={getattr(d, key)}: under pipeline.weight_update=exact a draft learns what it would in a "
                 f"synchronous run, and {reason} is needed"
             )
 

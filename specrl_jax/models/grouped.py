@@ -11,8 +11,8 @@ tokens of 8 experts each in bfloat16, one operand then takes 32 GiB on a GPU (by
 with 8 experts, 7.5 and 517 with 64.
 
 All map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32, or float64 where x and share
-are, and are differentiable in x, share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this device, out of `total`. A copy with
-`chosen` = E belongs to another device and adds nothing.
+are, and are differentiable in x, share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this
+device, out of `total`. A copy with `chosen` = E belongs to another device and adds nothing.
 """
 
 import functools
