@@ -82,6 +82,8 @@ def _draft(config: Config) -> None:
             "draft.replay_idle=True: the learner waits for rollouts under pipeline.mode=async alone, and "
             "draft.replay_updates bounds the updates"
         )
+    if config.pipeline.weight_update == "exact" and has_weights(d.kind) and d.online:
+        _learns_as_synchronous(d)
     if d.kind != "auto":
         check_options(draft_options(d))
         quantized = config.rollout.quantize
@@ -94,6 +96,19 @@ def _draft(config: Config) -> None:
         raise InputError(
             "draft.kind=auto chooses a new draft: name its kind beside draft.path, .preset, .dialect, .cascade"
         )
+
+
+def _learns_as_synchronous(d: DraftConfig) -> None:
+    """Check that the draft of an exact run has in every array what that of the synchronous run has."""
+    for key, allowed, reason in (
+        ("positions", d.positions == "all", "which tokens were refused drafts depends on when a rollout began; all"),
+        ("replay_idle", not d.replay_idle, "how many updates there are depends on the clock; False"),
+    ):
+        if not allowed:
+            raise InputError(
+                f"draft.{key}={getattr(d, key)}: under pipeline.weight_update=exact a draft learns what it would in a "
+                f"synchronous run, and {reason} is needed"
+            )
 
 
 def _programs(config: Config) -> None:

@@ -6,7 +6,7 @@ import os
 import string
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Protocol
 
 import pydantic
@@ -33,6 +33,7 @@ class Ends(Protocol):
 class Tokenizer(Ends, Protocol):
     vocab_size: int  # ids are below this
     special: tuple[str, ...]  # texts of the special tokens
+    control: Mapping[int, str]  # id -> text, of the same tokens
     has_chat_template: bool
 
     def encode(self, text: str) -> list[int]:
@@ -58,6 +59,7 @@ class CharTokenizer:
     eos_ids: tuple[int, ...] = (1,)
     vocab_size = 2 + len(characters)
     special: tuple[str, ...] = ()
+    control: Mapping[int, str] = {}
     has_chat_template = False
 
     def __init__(self) -> None:
@@ -148,9 +150,9 @@ class HFTokenizer:
         self.pad_id = self.eos_ids[0] if pad is None else pad
         added = self._tokenizer.get_added_tokens_decoder()
         ends = {self.pad_id, *self.eos_ids}
-        control = {i: token.content for i, token in added.items() if token.special or i in ends}
-        self._control = {i: text for i, text in control.items() if text}
-        self.special = tuple(self._control.values())
+        marked = {i: token.content for i, token in added.items() if token.special or i in ends}
+        self.control: Mapping[int, str] = {i: text for i, text in marked.items() if text}
+        self.special = tuple(self.control.values())
         source = _chat_template(folder, self._settings)
         try:
             self._template = None if source is None else ChatTemplate(source, self._tokens, self.special)
@@ -183,7 +185,7 @@ class HFTokenizer:
         found, of_character = [b""] * self.vocab_size, _byte_of_character()
         for text, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
-                found[i] = b"" if i in self._control else added[i].content.encode()
+                found[i] = b"" if i in self.control else added[i].content.encode()
             else:
                 found[i] = bytes(of_character[character] for character in text)
         return found
@@ -203,14 +205,14 @@ class HFTokenizer:
         whole = self._tokenizer.encode("".join(hidden), add_special_tokens=False)
         ids, end = list[int](), 0
         for token, (a, b) in zip(whole.ids, whole.offsets):
-            if token in self._control:
+            if token in self.control:
                 ids += [*self._encode_content(text[end:a]), token]
                 end = b
         return ids + self._encode_content(text[end:])
 
     def _encode_content(self, text: str) -> list[int]:
         ids = self._content_tokenizer.encode(text, add_special_tokens=False).ids
-        if not self._control.keys().isdisjoint(ids):
+        if not self.control.keys().isdisjoint(ids):
             raise InputError("the text of a special token is content, and the tokenizer has no other ids for it")
         return ids
 

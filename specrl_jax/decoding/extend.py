@@ -36,6 +36,7 @@ def extend(
     The cache then holds all positions but the last, as between two iterations: no position is computed twice. The
     pages must be free.
     """
+    assert slots.turn_start is not None, "the engine takes turns"
     chosen, length = new.added > 0, slots.length + new.added
     at = jnp.arange(slots.tokens.shape[1])[None]
     added = (at >= slots.length[:, None]) & (at < length[:, None])

@@ -7,8 +7,9 @@ Of a conversation each turn is searched by itself: what its environment wrote be
 """
 
 import dataclasses
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,20 @@ class StopTexts:
         return value >= self.states
 
 
-def make_stop_texts(texts: Sequence[bytes], tokens: Sequence[bytes]) -> StopTexts:
+def make_stop_texts(
+    texts: Sequence[bytes], tokens: Sequence[bytes], control: Mapping[int, bytes] | None = None
+) -> StopTexts:
     """Build the automaton of `texts` over a vocabulary whose tokens spell `tokens`.
 
-    A token of no bytes, such as a control token, belongs to no text: the next one begins anew behind it.
+    A token of no bytes, such as a control token, belongs to no text: the next one begins anew behind it. Only in a text
+    that has the whole name of a control token, this token stands for it, as tokens that spell it do.
+
+    Args:
+      control: token -> name, of control tokens.
     """
-    follow, final = _automaton(texts)
+    control = {token: name for token, name in (control or {}).items() if any(name in text for text in texts)}
+    names = sorted(set(control.values()), key=len, reverse=True)
+    follow, final = _automaton([*texts, *(_with_symbols(text, names) for text in texts)], BYTES + len(names))
     states = len(follow)
     lengths = np.array([len(token) for token in tokens])
     padded = np.zeros((len(tokens), lengths.max(initial=1)), np.uint8)
@@ -83,29 +92,38 @@ def make_stop_texts(texts: Sequence[bytes], tokens: Sequence[bytes]) -> StopText
             state[here] = follow[state[here], padded[here, i]]
             ended[here] |= final[state[here]]
         table[first] = np.where(lengths > 0, state + states * ended, 0)
+    for token, name in control.items():
+        state = follow[:, BYTES + names.index(name)]
+        table[:, token] = state + states * final[state]
     return StopTexts(table, max(map(len, texts)))
 
 
-def _automaton(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (next state [states, 256], which states [states] bool end with a text)."""
+def _with_symbols(text: bytes, names: Sequence[bytes]) -> list[int]:
+    """Return the bytes of a text, with one symbol, BYTES + i, in place of the i-th of `names`, the longest first."""
+    parts = re.split(b"(%s)" % b"|".join(map(re.escape, names)), text) if names else [text]
+    return [symbol for i, part in enumerate(parts) for symbol in ([BYTES + names.index(part)] if i % 2 else part)]
+
+
+def _automaton(texts: Sequence[Sequence[int]], symbols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (next state [states, symbols], which states [states] bool end with a text)."""
     tree, final = [dict[int, int]()], [False]
     for text in texts:
         node = 0
-        for byte in text:
-            if byte not in tree[node]:
-                tree[node][byte] = len(tree)
+        for symbol in text:
+            if symbol not in tree[node]:
+                tree[node][symbol] = len(tree)
                 tree.append({})
                 final.append(False)
-            node = tree[node][byte]
+            node = tree[node][symbol]
         final[node] = True
-    follow, shorter = np.zeros((len(tree), BYTES), np.int32), [0] * len(tree)
+    follow, shorter = np.zeros((len(tree), symbols), np.int32), [0] * len(tree)
     waiting = deque([0])
     while waiting:  # breadth first: the longest shorter end of a state's text is known before it
         node = waiting.popleft()
         final[node] |= final[shorter[node]]
         follow[node] = follow[shorter[node]]
-        for byte, child in tree[node].items():
-            shorter[child] = follow[node, byte] if node else 0
-            follow[node, byte] = child
+        for symbol, child in tree[node].items():
+            shorter[child] = follow[node, symbol] if node else 0
+            follow[node, symbol] = child
             waiting.append(child)
     return follow, np.array(final)

@@ -202,7 +202,8 @@ def _folder(path: str, key: str) -> TensorFolder:
     # Folders are usually called checkpoints/<model>: name the command that downloads exactly this one.
     model = os.path.basename(os.path.normpath(path))
     published = model.startswith("Qwen3-")
-    return TensorFolder(path, key, f"get it with `hf download Qwen/{model} --local-dir {path}`" if published else "")
+    get_it = f"get it with `hf download Qwen/{model} --local-dir {path}`" if published else ""
+    return TensorFolder(path, key, get_it, prefix="model.")
 
 
 TOKENIZER_FILES = (

@@ -11,8 +11,9 @@ import functools
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import einops
 import jax
@@ -52,6 +53,13 @@ class ShardIndex(Checked):
     weight_map: dict[str, Annotated[str, pydantic.AfterValidator(_beside)]]  # a tensor's name -> its file
 
 
+class _Place(NamedTuple):
+    """Where a tensor stands."""
+
+    path: str
+    name: str  # there
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorFolder:
     """A folder to read from. Every method raises InputError."""
@@ -59,6 +67,7 @@ class TensorFolder:
     path: str
     key: str  # of our config, which names the folder, for messages
     get_it: str = ""  # advice for the message about a missing folder
+    prefix: str = ""  # of names that the folder may have without it, as transformers saves a model without its lm_head
 
     def config(self) -> ConfigJson:
         """Read config.json."""
@@ -69,18 +78,19 @@ class TensorFolder:
         """Check from headers alone that every tensor of `specs` is present, floating point and of the right shape."""
         shapes = [(spec, _hf_shape(spec)) for spec in jax.tree.leaves(specs)]
         wanted = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
-        missing = sorted(wanted.keys() - self._files.keys())
+        missing = sorted(wanted.keys() - self._places.keys())
         if missing:
             raise InputError(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
-        for path in sorted({self._files[name] for name in wanted}):
+        for path in sorted({self._places[name].path for name in wanted}):
             with self._open(path) as file:
                 present = set(file.names)
                 for name, shape in wanted.items():
-                    if self._files[name] != path:
+                    place = self._places[name]
+                    if place.path != path:
                         continue
-                    if name not in present:
-                        raise InputError(f"{self.key}: {INDEX} says {path} holds {name}, and it does not")
-                    found, dtype = file.shape_and_dtype(name)
+                    if place.name not in present:
+                        raise InputError(f"{self.key}: {INDEX} says {path} holds {place.name}, and it does not")
+                    found, dtype = file.shape_and_dtype(place.name)
                     if found != shape:
                         raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
                     if dtype not in FLOATING:
@@ -102,20 +112,32 @@ class TensorFolder:
 
     def names(self) -> list[str]:
         """Return the name of every tensor."""
-        return list(self._files)
+        return list(self._places)
 
     def tensor(self, name: str) -> np.ndarray:
         """Read one tensor by its Hugging Face name."""
-        if name not in self._files:
+        if name not in self._places:
             raise InputError(f"{self.key}: '{self.path}' lacks the tensor {name}")
-        with self._open(self._files[name]) as file:
-            return file.get_tensor(name)
+        place = self._places[name]
+        with self._open(place.path) as file:
+            return file.get_tensor(place.name)
 
     @functools.cached_property
+    def _places(self) -> dict[str, _Place]:
+        """Map each tensor's name, with the prefix where there is such a tensor without it, to where it stands."""
+        places, found = {name: _Place(path, name) for name, path in self._files().items()}, dict[str, _Place]()
+        for name, place in places.items():
+            bare = name.startswith((self.prefix, "lm_head.")) or self.prefix + name in places
+            found[name if bare else self.prefix + name] = place
+        return found
+
     def _files(self) -> dict[str, str]:
-        """Map each tensor's name to the path of its file."""
-        path = os.path.join(self.path, INDEX)
-        if os.path.exists(path):
+        """Map the name of each tensor to the path of its file; one file comes before an index, as in transformers."""
+        path, single = (os.path.join(self.path, name) for name in (INDEX, SINGLE))
+        if os.path.exists(path) and os.path.exists(single):
+            said = f"{self.key}: {single} is read, as transformers does, and not the files of {INDEX}"
+            warnings.warn(said, stacklevel=2)
+        elif os.path.exists(path):
             index = check(ShardIndex, read_json(path, INDEX_BYTES, f"{self.key}: "), f"{self.key}: {path}")
             places = {file: self._require(file) for file in set(index.weight_map.values())}
             return {name: places[file] for name, file in index.weight_map.items()}

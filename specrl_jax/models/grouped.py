@@ -10,9 +10,9 @@ tokens of 8 experts each in bfloat16, one operand then takes 32 GiB on a GPU (by
 0.10.2, whatever the flags). On a CPU, one matmul of 4,096 copies of width 192 takes 6 ms in tiles and 62 by ragged_dot
 with 8 experts, 7.5 and 517 with 64.
 
-All map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32 and are differentiable in x,
-share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this device, out of `total`. A copy with
-`chosen` = E belongs to another device and adds nothing.
+All map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32, or float64 where x and share
+are, and are differentiable in x, share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this
+device, out of `total`. A copy with `chosen` = E belongs to another device and adds nothing.
 """
 
 import functools
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from kernels_pallas.grouped import op
 from kernels_pallas.grouped.types import Matrices
 from specrl_jax.core import Params, at_least_float32
-from specrl_jax.models.layers import einsum, matmul, narrower
+from specrl_jax.models.layers import accumulator, einsum, matmul, narrower
 from specrl_jax.models.quantized import Quantized
 
 Carry = TypeVar("Carry")
@@ -63,7 +63,7 @@ def by_tiles(
         y = _outputs(_taken(x, copies // tiles.k), _taken(share.reshape(-1), copies), mine)
         return out.at[copies // tiles.k].add(y, mode="drop")
 
-    return tiles.fold(body, jnp.zeros(x.shape, jnp.float32))
+    return tiles.fold(body, jnp.zeros(x.shape, accumulator(x.dtype)))
 
 
 def _by_tiles_forward(
@@ -85,14 +85,14 @@ def _by_tiles_backward(
         # At least float32, so that the gradients are; the matmuls narrow them again.
         mine = jax.tree.map(lambda m: at_least_float32(m[owners]), narrow)
         rows, kept = _taken(x, copies // tiles.k), _taken(share.reshape(-1), copies)
-        _, pull = jax.vjp(_outputs, rows, kept, mine)
-        rows, kept, mine = pull(_taken(gradient, copies // tiles.k))
-        d_x = d_x.at[copies // tiles.k].add(rows.astype(jnp.float32), mode="drop")
+        y, pull = jax.vjp(_outputs, rows, kept, mine)
+        rows, kept, mine = pull(_taken(gradient, copies // tiles.k).astype(y.dtype))
+        d_x = d_x.at[copies // tiles.k].add(rows.astype(d_x.dtype), mode="drop")
         d_w = jax.tree.map(lambda total, part: total.at[owners].add(part), d_w, mine)
         return d_x, d_share.at[copies].set(kept, mode="drop"), d_w
 
-    zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(share.size, share.dtype)
-    d_w = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), w)
+    zeros = jnp.zeros(x.shape, accumulator(x.dtype)), jnp.zeros(share.size, share.dtype)
+    d_w = jax.tree.map(lambda m: jnp.zeros(m.shape, accumulator(m.dtype)), w)
     d_x, d_share, d_w = tiles.fold(body, (*zeros, d_w))
     d_w = jax.tree.map(lambda g, m: g.astype(m.dtype), d_w, w)
     return d_x.astype(x.dtype), d_share.reshape(share.shape), None, d_w
@@ -257,12 +257,12 @@ def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, 
     gate, up = (grouped_matmul(rows, w[name], sizes).astype(x.dtype) for name in ("gate", "up"))
     y = grouped_matmul(jax.nn.silu(gate) * up, w["down"], sizes)
     y = jnp.where(mine, y, 0.0) * share.reshape(-1)[order][:, None]
-    return jnp.zeros(x.shape, jnp.float32).at[order // k].add(y)
+    return jnp.zeros(x.shape, accumulator(x.dtype)).at[order // k].add(y)
 
 
 @jax.custom_vjp
 def grouped_matmul(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
-    """Multiply rows x [C, D], sorted by group, by their group's w [E, D, F], as `layers.matmul`: [C, F] float32.
+    """Multiply rows x [C, D], sorted by group, by their group's w [E, D, F], as `layers.matmul`: [C, F].
 
     sizes [E] int32: rows of each group. Rows of no group, at the end, are undefined.
     """
@@ -271,7 +271,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array) -> 
         scale = w.scale[jnp.minimum(group, w.shape[0] - 1), 0]
         return grouped_matmul(x, w.numbers(narrower(x.dtype, w.dtype)), sizes) * scale
     dtype = narrower(x.dtype, w.dtype)
-    return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=jnp.float32)
+    return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=accumulator(dtype))
 
 
 def _grouped_matmul_forward(
@@ -289,7 +289,7 @@ def _grouped_matmul_backward(
     by_group = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    d_w = jax.lax.ragged_dot_general(x, gradient, sizes, by_group, preferred_element_type=jnp.float32)
+    d_w = jax.lax.ragged_dot_general(x, gradient, sizes, by_group, preferred_element_type=accumulator(x.dtype))
     return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 

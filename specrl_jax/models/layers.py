@@ -89,7 +89,7 @@ def matmul(equation: str, x: jax.Array, w: jax.Array | Quantized, sums: jnp.dtyp
     if isinstance(w, Quantized):
         return matmul(equation, x, w.numbers(narrower(x.dtype, w.dtype)), sums) * w.scale_of(equation)
     dtype = narrower(x.dtype, w.dtype)
-    result = sums or _accumulator(dtype)
+    result = sums or accumulator(dtype)
     return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=result)
 
 
@@ -98,7 +98,8 @@ def narrower(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
     return min(jnp.dtype(a), jnp.dtype(b), key=lambda dtype: dtype.itemsize)
 
 
-def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype in which numbers of `dtype` are summed: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -115,7 +116,7 @@ def _matmul_backward(
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     gradient = gradient.astype(x.dtype)
-    wide = _accumulator(x.dtype)
+    wide = accumulator(x.dtype)
     dx = jnp.einsum(f"{out},{right}->{left}", gradient, w.astype(x.dtype), preferred_element_type=wide)
     dw = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=wide)
     return dx.astype(x.dtype), dw.astype(w.dtype)

@@ -185,9 +185,9 @@ def _backward(partition: Partitioner, saved: Inputs, gradient: jax.Array) -> tup
         x, share, chosen, gradient = over.gather_rows(x, share, chosen, gradient)
         whole = over.gather_matrices(w, x.dtype)
         _, pull = jax.vjp(lambda x, share, w: over.sum_experts(x, share, chosen, w), x, share, whole)
-        d_x, d_share, d_w = pull(gradient.astype(jnp.float32))
+        d_x, d_share, d_w = pull(at_least_float32(gradient))
         d_w = jax.tree.map(lambda g, dtype: g.astype(dtype), over.scatter_gradients(d_w), dtypes[1])
-        return over.scatter_sums(d_x.astype(jnp.float32)).astype(dtypes[0]), over.scatter_sums(d_share), d_w
+        return over.scatter_sums(at_least_float32(d_x)).astype(dtypes[0]), over.scatter_sums(d_share), d_w
 
     mapped = over.mapped(here, (row, row, row, matrices, row), (row, row, matrices))
     d_x, d_share, d_w = mapped(*saved, gradient)
@@ -278,7 +278,7 @@ class Exchange:
         return jax.lax.psum(x, names) if names else x
 
     def sum_experts(self, x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params) -> jax.Array:
-        """Sum the outputs of this device's experts, [b, T, D] float32, as `grouped` does on such a device."""
+        """Sum the outputs of this device's experts, [b, T, D] at least float32, as `grouped` does on such a device."""
         here = w["gate"].shape[0]
         total = here * self.partition.num_shards("experts")
         names = self.axes("experts")

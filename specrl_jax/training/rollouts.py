@@ -177,13 +177,18 @@ def make_rollout_engine(
 def find_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, vocab: int) -> StopTexts:
     """Build the search for texts in what a policy with `vocab` tokens writes.
 
-    Raises InputError where the tokenizer does not say what a token adds to a text.
+    Raises InputError where the tokenizer does not say what a token adds to a text, and for a text that no tokens spell.
     """
     try:
         tokens = tokenizer.token_bytes()
     except InputError as error:
         raise InputError(f"rollout.stop: {error}") from None
-    return make_stop_texts([text.encode() for text in texts], tokens + [b""] * (vocab - len(tokens)))
+    control, written = {i: name.encode() for i, name in tokenizer.control.items()}, set(b"".join(tokens))
+    for text in texts:
+        left = functools.reduce(lambda rest, name: rest.replace(name, b""), control.values(), text.encode())
+        if not written.issuperset(left):
+            raise InputError(f"rollout.stop: no tokens of data.tokenizer spell {text!r}: it would end no response")
+    return make_stop_texts([text.encode() for text in texts], tokens + [b""] * (vocab - len(tokens)), control)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,8 @@ def refusal(values):
     return message
 
 
+EXACT = {"pipeline.weight_update": "exact", "rollout.rule": "coupled", "draft.kind": "eagle3"}
+ASYNC = {"pipeline.mode": "async", "pipeline.rollout_devices": 1}
 GAME = {"environment.name": "guessing", "draft.compare_rounds": 0, "draft.kind": "none"}
 
 
@@ -181,6 +183,12 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"draft.kind": "ngram", "draft.replay_updates": 1}, ["draft.replay_updates=1", "no draft that learns"]),
         ({"draft.online": False, "draft.replay_updates": 1}, ["draft.replay_updates=1", "no draft that learns"]),
         ({"draft.replay_updates": 1, "draft.replay_idle": True}, ["draft.replay_idle", "pipeline.mode=async"]),
+        (EXACT | {"draft.positions": "weighted"}, ["draft.positions=weighted", "pipeline.weight_update=exact", "all"]),
+        (EXACT | {"draft.positions": "refused"}, ["draft.positions=refused", "pipeline.weight_update=exact"]),
+        (
+            EXACT | ASYNC | {"draft.replay_updates": 1, "draft.replay_idle": True},
+            ["draft.replay_idle=True", "pipeline.weight_update=exact", "False"],
+        ),
         ({"draft.kind": "eagle3", "draft.argmax": True, "draft.cascade": 4}, ["draft.argmax", "draft.cascade=4"]),
         ({"draft.match_max": 7, "draft.cascade": 8}, ["draft.cascade=8", "draft.match_max=7"]),
         ({"reward.weights": (1.0, 2.0)}, ["reward.weights", "2 weights", "1 rewards"]),

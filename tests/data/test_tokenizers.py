@@ -3,6 +3,7 @@
 import json
 import string
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
@@ -12,6 +13,7 @@ from tokenizers import models
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers, load_tokenizer, token_texts
 from specrl_jax.errors import InputError
+from specrl_jax.training.rollouts import find_stop_texts
 from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, write
 
 PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
@@ -121,6 +123,14 @@ def test_texts_of_tokens_join_to_the_text(parts, tokenizer):
 def test_the_bytes_of_tokens_join_to_those_of_the_text(text, tokenizer):
     spelled = tokenizer.token_bytes()
     assert b"".join(spelled[i] for i in tokenizer.encode(text)) == text.encode()
+
+
+def test_a_stop_text_may_be_the_name_of_a_control_token_and_one_that_no_tokens_spell_is_refused(tokenizer):
+    (token, name), *_ = tokenizer.control.items()
+    stops = find_stop_texts([name, "\u00fc"], tokenizer, tokenizer.vocab_size + 1)
+    assert stops.end(np.array([[token]]), np.zeros(1, int), np.ones(1, int)) == [True]
+    with pytest.raises(InputError, match=r"rollout\.stop: .*spell '\u00fc'"):
+        find_stop_texts(["yes", "\u00fc"], CharTokenizer(), 128)
 
 
 def test_control_tokens_have_no_bytes_and_other_decoders_are_refused(tokenizer, folder):

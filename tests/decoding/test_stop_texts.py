@@ -45,6 +45,43 @@ def test_a_text_is_found_however_tokens_spell_it(texts):
         np.testing.assert_array_equal(end, np.asarray(found)[:, length - 1])
 
 
+CONTROL = {0: b"<e>", 11: b"<end>"}
+SIGNS = [*TOKENS, b"", b"<", b"e", b">"]
+
+
+def with_names(texts, written):
+    """As `ends`, where a control token in its place in a text spells its name, and elsewhere ends what went before."""
+    found = []
+    for i in range(len(written)):
+        starts = range(i + 1)
+        spelled = ([(CONTROL.get(t) or SIGNS[t], t in CONTROL) for t in written[start : i + 1]] for start in starts)
+        found.append(any(_is_end(text, parts) for parts in spelled for text in texts))
+    return found
+
+
+def _is_end(text, parts):
+    """Say whether a text ends in the last of some tokens and begins in the first."""
+    whole, (first, control), (last, at_end) = b"".join(one for one, _ in parts), parts[0], parts[-1]
+    begins = [0] if control else range(len(first))
+    ends = [len(whole)] if at_end else range(len(whole) - len(last) + 1, len(whole) + 1)
+    return any(whole[begin:end] == text for begin in begins for end in ends)
+
+
+@pytest.mark.parametrize("texts", [[b"<end>"], [b"ab<e>", b"<end>"], [b"<e><end>a", b"bb"], [b"b<e>b"], [b"e>", b"<"]])
+def test_a_control_token_stands_for_its_name_where_a_text_has_it_whole(texts):
+    """In `e>` and `<` it has no part: its name is not in what a response says."""
+    stops = make_stop_texts(texts, SIGNS, CONTROL)
+    ids = np.random.default_rng(0).choice([0, 1, 2, 3, 6, 11, 12, 13, 14], (300, 8))
+    _, found = stops.run(jnp.zeros(300, jnp.int32), jnp.asarray(ids))
+    named = any(name in text for name in CONTROL.values() for text in texts)
+    expected = [
+        [any(one) for one in zip(ends(texts, [SIGNS[i] for i in row]), names)]
+        for row, names in ((row, with_names(texts, row) if named else [False] * 8) for row in ids.tolist())
+    ]
+    assert np.sum(expected) > 3
+    np.testing.assert_array_equal(found, expected)
+
+
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)][:20]
 SAMPLES, LONGEST = 2, 20
 SPELLED = [b"x", b"yx", b"y"]

@@ -24,7 +24,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.drafts.paged import own_pages
-from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors
+from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_tensors
 from tests.helpers.policies import MOE, SMALL, compiled, random_params, row_positions
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -572,6 +572,40 @@ def test_index_that_names_the_wrong_file(sharded_folder, partition):
 def test_index_that_is_none(text, named, sharded_folder, partition):
     (sharded_folder / tensor_folder.INDEX).write_text(text)
     assert f"{sharded_folder / tensor_folder.INDEX}{named}" in refusal(load(sharded_folder, partition))
+
+
+def test_one_file_comes_before_an_index_that_an_earlier_save_left(sharded_folder, partition, recwarn):
+    """As transformers leaves a folder where it saves one file over shards, or shards over one file."""
+    whole = safetensors.numpy.load_file
+    tensors = {name: 2 * x for path in sharded_folder.glob("*.safetensors") for name, x in whole(path).items()}
+    once = load(sharded_folder, partition)()
+    assert not recwarn
+    safetensors.numpy.save_file(tensors, sharded_folder / tensor_folder.SINGLE, {"format": "pt"})
+    for _ in range(2):  # with the shards, and without
+        twice = load(sharded_folder, partition)()
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(2 * a, b), once, twice)
+        for path in sharded_folder.glob("*-of-*.safetensors"):
+            path.unlink()
+    said = {str(warning.message) for warning in recwarn}
+    assert len(said) == 1 and tensor_folder.INDEX in said.pop()
+
+
+@pytest.mark.parametrize("config", [TIED, SMALL, MOE], ids=["tied", "untied", "experts"])
+def test_names_without_model_are_those_of_a_model_saved_without_its_head(config, tmp_path, partition):
+    save(tmp_path, config)
+    expected = hf.load_params(str(tmp_path), config, partition)
+    names = read_tensors(tmp_path)
+    edit_tensors(tmp_path, dict.fromkeys(names) | {name.removeprefix("model."): x for name, x in names.items()})
+    assert not any(name.startswith("model.") for name in read_tensors(tmp_path))
+    hf.check_params(str(tmp_path), config)
+    assert_same_trees(hf.load_params(str(tmp_path), config, partition), expected)
+    if not config.tied:  # transformers would draw one
+        edit_tensors(tmp_path, {"lm_head.weight": None})
+        assert "lacks 1 tensors, the first is lm_head.weight" in refusal(lambda: hf.check_params(str(tmp_path), config))
+    norm = "layers.0.input_layernorm.weight"
+    following = norm.replace(".0.", f".{config.layers}.")
+    edit_tensors(tmp_path, {following: read_tensors(tmp_path)[norm], "lm_head.weight": names.get("lm_head.weight")})
+    assert f"num_hidden_layers={config.layers}" in refusal(lambda: hf.check_params(str(tmp_path), config))
 
 
 # Parity with transformers

@@ -67,21 +67,24 @@ def value_and_gradients(way, x, share, chosen, w, direction):
 
 
 @every_way
-@pytest.mark.parametrize("fall", FALLS)
-def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall):
+@pytest.mark.parametrize(
+    "fall, dtype, error", [*((fall, jnp.float32, 1e-5) for fall in FALLS), ("anywhere", jnp.float64, 1e-13)]
+)
+def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall, dtype, error):
     x, share, chosen, w = draw(fall)
     direction = np.random.default_rng(1).normal(size=(N, D))
     with jax.enable_x64(True):
         wide = narrow((x, share, w, direction), jnp.float64)
         (_, exact), gradients = value_and_gradients(by_loop, *wide[:2], jnp.asarray(chosen), *wide[2:])
         assert exact.dtype == jnp.float64
-    x, share, w, direction = narrow((x, share, w, direction))
-    (_, out), ours = value_and_gradients(way, x, share, jnp.asarray(chosen, jnp.int32), w, direction)
-    assert out.dtype == jnp.float32
+    with jax.enable_x64(dtype == jnp.float64):
+        x, share, w, direction = narrow((x, share, w, direction), dtype)
+        (_, out), ours = value_and_gradients(way, x, share, jnp.asarray(chosen, jnp.int32), w, direction)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves((out, ours)))
     # Three sums of at most 20 products each, numbers of a few units; gradients of matrices sum over 69 copies.
-    np.testing.assert_allclose(out, exact, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(out, exact, atol=error, rtol=0)
     for a, b in zip(*map(jax.tree.leaves, (ours, gradients)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(np.abs(b).max())), rtol=0)
+        np.testing.assert_allclose(a, b, atol=error * max(1.0, float(np.abs(b).max())), rtol=0)
     if fall == "none-here":
         assert not any(np.any(leaf) for leaf in jax.tree.leaves((out, ours)))
 

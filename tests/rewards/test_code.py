@@ -61,6 +61,18 @@ def reward(sandbox, partial=False, timeout=10.0):
 
 # ---- the program
 
+READS = "a, b = map(int, input().split())\nprint(a + b)\n"
+DEFINES = "def f(x):\n    if x:\n        return 1\n    return 2\n"
+
+
+def block(program=READS, tag="python", fence="```", behind=""):
+    return f"{fence}{tag}\n{program}{fence}\n{behind}"
+
+
+def shifted(text, margin, first=None):
+    head, *rest = text.splitlines(keepends=True)
+    return "".join([(margin if first is None else first) + head, *(margin + line for line in rest)])
+
 
 @pytest.mark.parametrize(
     ("response", "function", "program"),
@@ -71,7 +83,7 @@ def reward(sandbox, partial=False, timeout=10.0):
         ("```python\ndef f(): pass\n```\nUse it:\n```python\nprint(f())\n```", "f", "def f(): pass\n"),
         ("```python\nx\n```\n```python\ny\n```", "f", "y\n"),
         ("````python\ns = '''\n```\n'''\n````", "", "s = '''\n```\n'''\n"),
-        ("  ```python\n  a = 1\n  ```", "", "  a = 1\n"),
+        ("  ```python\n  a = 1\n  ```", "", "a = 1\n"),
         ("```python\nnever closed", "", ""),
         ("a = 1", "", ""),
         ("", "f", ""),
@@ -81,6 +93,36 @@ def reward(sandbox, partial=False, timeout=10.0):
         ("Sure.\ndef f(x):\n    return 2\n\nIt's done: f(1) is 2.", "f", "def f(x):\n    return 2\n\n"),
         ("```x!\n" * 20_000, "", ""),
         ("~~~python\na\n```\n~~~", "", "a\n```\n"),
+        # tags
+        *((block(tag=tag), "", READS) for tag in ("py3", "Python 3", "PYTHON3.11", "{.python .x}", 'python title="a"')),
+        *((block(behind=block("1\n", tag)), "", READS) for tag in ("pycon", "python-repl", "text", "")),
+        # plain blocks behind it, and plain blocks alone
+        *((block(behind=block(text, "")), "", READS) for text in ("3\n", "$ python a.py\n", "O(1)\n", "x = 1\n")),
+        *((block(tag="", behind=block(text, "")), "", READS) for text in ("3\n", "$ python a.py\n", "O(1)\n")),
+        (block("3\n", ""), "", "3\n"),
+        (block(DEFINES, "", behind=block("print(f(1))\n")), "f", DEFINES),
+        # lists and quotes
+        (shifted(block(DEFINES), "   ", "1. "), "", DEFINES),
+        ("- a\n  - b\n\n" + shifted(block(DEFINES), "    "), "", DEFINES),
+        ("   ```python\n" + DEFINES + "   ```", "", DEFINES),
+        ("\t```python\n\tdef f(x):\n\t\treturn 1\n\t```", "", "def f(x):\n    return 1\n"),
+        (block("    # c\n" + DEFINES), "", "    # c\n" + DEFINES),
+        (shifted(block(DEFINES), "> "), "", DEFINES),
+        (shifted(block(DEFINES), "> > "), "", DEFINES),
+        (shifted("```python\n" + READS, "> ") + "Not quoted.\n" + block("3\n", ""), "", READS),
+        # ends
+        (block(READS.rstrip(), behind=block("3\n", "")), "", READS),
+        (block('s = """a```\nb"""\n'), "", 's = """a```\nb"""\n'),
+        (block('def f():\n    """\n    ```\n    """\n'), "", 'def f():\n    """\n    ```\n    """\n'),
+        (block(behind="```bash\npython a.py```\n" + block("1\n", "")), "", READS),
+        (block().replace("\n", "\r\n"), "", READS),
+        ("```python\na = 1", "", "a = 1\n"),
+        (block(behind="```python\na = 1"), "", READS),
+        ("```python\na = 1\nNot closed.\n" + block(), "", READS),
+        ("The program: " + block(), "", READS),
+        ("Call ```f(1)``` so.\n" + block(), "", READS),
+        ("Call ```f(1)```.", "", ""),
+        ("```python\n" + "x```\n" * 20_000, "", "x\n"),
     ],
 )
 def test_the_program_of_a_response(response, function, program):
