@@ -47,6 +47,7 @@ _MATHS = frozenset("and or in no inf infinity pi sin cos tan cot sec csc log ln 
 _BEFORE = re.compile(
     r"(?:\b(?:and|or|not|than|to|about|between|least|most|nor)|[-+−*×÷/^<>≤≥±≈,;&|(\[{])\s*$", re.IGNORECASE
 )
+_ANOTHER = re.compile(r"\b[A-Za-z](?:_\w+)?\s*=.*(?:\b(?:and|or)\b|[,;])\s*[A-Za-z](?:_\w+)?\s*=\s*$")  # "x = 5 or x = 6"
 _BEHIND = re.compile(r"\s*(?:or\b|and\s+a\b|to\s|[-+−*×÷/^<>≤≥±≈=])", re.IGNORECASE)
 _DOUBT = re.compile(
     r"\b(?:not|cannot|can't|\w+n't|maybe|perhaps|possibly|probably|wrong|incorrect|unknown|unsure|guess)\b|\?\s*$",
@@ -151,8 +152,9 @@ def _reduced(line: str) -> str | None:
     text = next(_sentences(line), "")
     text = _THE_ANSWER_IS.sub("", text, count=1)
     short = _ASIDE.sub("", _CLAUSE.sub("", text.rstrip(" .!")))
+    words = [word for word in _WORD.findall(short) if word.casefold() in _MATHS]
     if not _prose(short):
-        return short
+        return short if words else _value(short) or short  # "18 dollars a day"
     if not _VALUE.search(short):
         return short if len(_prose(short)) <= 3 else None
     return _value(short)
@@ -170,7 +172,7 @@ def _value(sentence: str) -> str | None:
         chosen = values[-1] if values else None
     if chosen is None or chosen["other"] or _BEFORE.search(sentence, 0, chosen.start()):
         return None
-    if _BEHIND.match(sentence, chosen.end()):
+    if _BEHIND.match(sentence, chosen.end()) or _ANOTHER.search(sentence, 0, chosen.start()):
         return None
     behind = [word for word in _prose(sentence[chosen.end() :]) if not is_unit(word)]
     if behind and not _ENDED.search(sentence) and (len(values) > 1 or len(behind) > WORDS):

@@ -17,9 +17,9 @@ _FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[\w+-]*[ \t]*$", re.MULTILINE)
 _RULE = re.compile(r"^[ \t]*(?:([-*_=])[ \t]*)(?:\1[ \t]*){2,}$|^[ \t|:+-]*-{3}[ \t|:+-]*$", re.MULTILINE)
 _BREAK = re.compile(r"<br\s*/?>|</?(?:p|div|li|ul|ol|h[1-6]|center)>", re.IGNORECASE)
 _HTML = re.compile(r"</?(?:b|strong|i|em|u|mark|code|span|font|kbd|samp)(?:\s[^<>]*)?>", re.IGNORECASE)
-# At the beginning of a line: quotes, bullets, headings (not ####, which marks an answer) and cells of tables.
-_LINE = re.compile(r"^[ \t]*(?:(?:>|[-*+•●◦▪–—](?=[ \t])|(?!####(?!#))#{1,6}(?=[ \t])|\|)[ \t]*)+", re.MULTILINE)
-_CELL = re.compile(r"[ \t]*\|[ \t]*$", re.MULTILINE)
+# At the beginning of a line: quotes, bullets and headings (not ####, which marks an answer).
+_LINE = re.compile(r"^[ \t]*(?:(?:>|[-*+•●◦▪–—](?=[ \t])|(?!####(?!#))#{1,6}(?=[ \t]))[ \t]*)+", re.MULTILINE)
+_TABLE = re.compile(r"^[ \t]*\|(.*)\|[ \t]*$", re.MULTILINE)  # a row
 _CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]{1,300})\1(?!`)")
 # Stars and lines around something; "3*4*5" and "(x)*(y)*(z)" are products, "a_1" an index.
 _EMPHASIS = re.compile(
@@ -42,7 +42,7 @@ def plain_text(text: str) -> tuple[str, list[str]]:
 
     text = _FORMULA.sub(keep, re.sub(SIGN, "?", text))
     text = _HTML.sub("", _BREAK.sub("\n", _RULE.sub("", _FENCE.sub("", text))))
-    text = _LINE.sub("", _CELL.sub("", text))
+    text = _LINE.sub("", _TABLE.sub(lambda row: ": ".join(cell.strip() for cell in row[1].split("|")), text))
     text = _CODE.sub(lambda match: match[2], text)
     for _ in range(3):  # nested ones
         text = _EMPHASIS.sub(lambda match: match[2] or match[3] or match[5], text)

@@ -40,17 +40,14 @@ _ALONE = re.compile(r"\[\s*([-+]?(?:[\d./]+|\\[dt]?frac\s*\{\d+\}\s*\{\d+\}))\s*
 def symbolic(response: str, answer: str) -> float:
     """Return 1 if the extracted answer has the value of `answer`; else 0. The reward `math`.
 
-    The extracted answer is the first of these that the response has:
+    The answer is extracted from what follows the response's thought: its last box or <answer> tag (one that is not
+    closed gives none, since its number may have been cut off), else what its last mark states, else its end.
+    docs/rewards.md has the rules.
 
-    1. its final \\boxed{...}; an unclosed one gives no answer, since its number may have been cut off;
-    2. its last "Answer:" line;
-    3. the rest of the line after its last "####";
-    4. the rest of the sentence after its last "answer is";
-    5. the formula or number that it ends with.
-
-    `answer` is an expression ("34", "\\frac{3}{2}", "x \\in [2,5)"), also within \\boxed{} or after "####". Both must
-    be one mathematical object from the first character to the last, a known unit included; equality is exact.
-    docs/rewards.md states what counts as equal. Integers are compared as integers, without sympy.
+    `answer` is an expression ("34", "\\frac{3}{2}", "x \\in [2,5)"), also within \\boxed{}, after "####" or as a
+    list that is text. Both must be one mathematical object from the first character to the last, a known unit
+    included; equality is exact. docs/rewards.md states what counts as equal. Integers are compared as integers, without
+    sympy.
     """
     gold, text = strip_answer(stated_answer(answer)), strip_answer(from_list(extract_text(response) or ""))
     if alone := _ALONE.fullmatch(gold):

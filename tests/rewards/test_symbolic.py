@@ -208,7 +208,7 @@ def test_a_factored_polynomial_is_its_expansion_and_not_another(roots, data):
         ("\\boxed{2} or \\boxed{3", None),
         ("\\boxed{", None),
         ("\\boxed{}", None),
-        ("\\boxed 5 Answer: 2", "2"),
+        ("\\boxed 5 Answer: 2", "5"),
         ("\\boxed{\\{1, 2\\}}", "{1, 2}"),
         ("\\boxed{nan}", "nan"),
         ("Answer: 1\n#### 3\nAnswer: 2", "2"),
