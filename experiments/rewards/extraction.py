@@ -2,11 +2,12 @@
 
     python -m experiments.rewards.extraction --gsm8k DIR --output experiments/rewards/results.json
 
-Needs `pip install math-verify==0.9.0` beside the library, and DIR with GSM8K's train.jsonl and test.jsonl. Downloads nothing.
+Needs `pip install math-verify==0.9.0`, and GSM8K's train.jsonl and test.jsonl in DIR. Downloads nothing.
 """
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -57,9 +58,16 @@ def ours(response: str, answer: str) -> bool:
 
 
 def math_verify(response: str, answer: str) -> bool:
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    return verify(parse(answer), parse(response))
+    return verify(_parsed(answer), _parsed(response))
+
+
+@functools.lru_cache(2)
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(text)
 
 
 def strict(response: str, answer: str) -> bool:
@@ -122,13 +130,19 @@ def check_answers(rows: Sequence[Mapping[str, Any]], judges: Mapping[str, Judge]
             counts[judge]["paid"] += pays
             counts[judge]["missed"] += right and not pays
             counts[judge]["wrongly_paid"] += pays and not right
-    return {"answers": len(rows), "judges": counts, "read": sum(row["right"] is not None for row in rows), "unread": unread}
+    return {
+        "answers": len(rows),
+        "judges": counts,
+        "read": sum(row["right"] is not None for row in rows),
+        "unread": unread,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gsm8k", required=True, help="folder of train.jsonl and test.jsonl")
-    parser.add_argument("--every", type=int, default=10, help="of the solutions are given to math-verify, which is slow")
+    parser.add_argument("--every", type=int, default=1, help="of the solutions: 10 is every tenth")
+    parser.add_argument("--slow", type=int, default=10, help="of these, for math-verify")
     parser.add_argument("--small", action="store_true", help="50 solutions and answers")
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
@@ -137,15 +151,18 @@ def main() -> None:
     solutions, answers = read_gsm8k(a.gsm8k)
     rows = read_answers()
     if a.small:
-        solutions, answers, rows = solutions[:50], answers[:50], rows[:50]
+        solutions, answers, rows = solutions[:50], answers[:50], rows[:20]
+    solutions, answers = solutions[:: a.every], answers[:: a.every]
     fast = {name: judge for name, judge in JUDGES.items() if name != "math_verify"}
     result = {
         "date": datetime.date.today().isoformat(),
         "python": sys.version.split()[0],
-        "versions": {name: importlib.metadata.version(name) for name in ("latex2sympy2_extended", "sympy", "math-verify")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("latex2sympy2_extended", "sympy", "math-verify")
+        },
         "answers_of_a_policy": check_answers(rows, JUDGES),
-        "all_solutions": check_wrappings(solutions, answers, fast),
-        "some_solutions": check_wrappings(solutions[:: a.every], answers[:: a.every], JUDGES),
+        "solutions": check_wrappings(solutions, answers, fast),
+        "solutions_for_math_verify": check_wrappings(solutions[:: a.slow], answers[:: a.slow], JUDGES),
     }
     pathlib.Path(a.output).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result["answers_of_a_policy"], indent=1))

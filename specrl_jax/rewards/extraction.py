@@ -25,15 +25,20 @@ _MARK = re.compile(
     r"|^[ \t]*(?:the[ \t]+)?(?:final[ \t]+)?(?:answer|result)[ \t]*[:.]?[ \t]*$(?=\s*\S)",
     re.IGNORECASE | re.MULTILINE,
 )
-_IS = re.compile(r"\banswers?\b[^.:=\n]{0,60}?\s(?:is|are|was|be|equals)\b(?!\s+(?:correct|right|below)\b):?", re.IGNORECASE)
+_IS = re.compile(
+    r"\banswers?\b[^.:=\n]{0,60}?\s(?:is|are|was|be|equals)\b(?!\s+(?:correct|right|below)\b):?", re.IGNORECASE
+)
 _THE_ANSWER_IS = re.compile(
-    r"\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?answer\s*(?:(?:is|are|equals)\b:?|:|=)", re.IGNORECASE
+    r"\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?answer\s*(?:(?:is|are|equals)\b:?|:|=)",
+    re.IGNORECASE,
 )
 # The end of a sentence: "sq. feet" goes on.
 _END = re.compile(r"[.!?](?=\s+[^a-z\s]|\s*$)|(?<=[\d\ue000-\uf8ff])[.!?](?=\s)")
 _ENDED = re.compile(r"[.!][\s)\"']*$")
-_CLAUSE = re.compile(r"[,;]?\s+(?:because|since|as|so|which|where|meaning)\b.*|,\s*(?:for|when|if|and so)\b.*", re.DOTALL)
-_ASIDE = re.compile(r"(?<=\S)\s*\((?!(?:base|mod)\b)(?=[^()]*[A-Za-z]{3})(?![^()]*\bor\b)[^()]*\)\s*$")
+_CLAUSE = re.compile(
+    r"[,;]?\s+(?:because|since|as|so|which|where|meaning)\b.*|,\s*(?:for|when|if|and so)\b.*", re.DOTALL
+)
+_ASIDE = re.compile(r"(?<=\S)\s+\((?!(?:base|mod)\b)(?=[^()\\]*[A-Za-z]{3})(?![^()]*\bor\b)[^()\\]*\)\s*$")
 
 _NUMBER = (
     r"(?<![\w.,\\^_:/])(?:(?<![\d.)\]}%])[-+−](?=[$€£.\d]))?(?:US)?(?:[$€£]\s?)?[-−]?"
@@ -42,18 +47,26 @@ _NUMBER = (
 )
 _VALUE = re.compile(rf"(?P<formula>{SIGN})|{_NUMBER}|(?P<other>\d[\w.,:/]*)", re.ASCII)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z'-]+")
-_MATHS = frozenset("and or in no inf infinity pi sin cos tan cot sec csc log ln exp sqrt arcsin arccos arctan mod base".split())
+_MATHS = "and|or|in|no|inf|infinity|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|arcsin|arccos|arctan|mod|base|per"
+_MATHS_WORD = re.compile(rf"\\|\b(?:{_MATHS})\b", re.IGNORECASE)
 # What makes a number before or behind it a part of something, or no answer.
 _BEFORE = re.compile(
-    r"(?:\b(?:and|or|not|than|to|about|between|least|most|nor)|[-+−*×÷/^<>≤≥±≈,;&|(\[{])\s*$", re.IGNORECASE
+    r"(?:\b(?:and|or|not|than|to|about|between|least|most|nor)|[-+−*×÷/^<>≤≥±≈,;&|(\[{]|\\[A-Za-z]+)\s*$", re.IGNORECASE
 )
-_ANOTHER = re.compile(r"\b[A-Za-z](?:_\w+)?\s*=.*(?:\b(?:and|or)\b|[,;])\s*[A-Za-z](?:_\w+)?\s*=\s*$")  # "x = 5 or x = 6"
-_BEHIND = re.compile(r"\s*(?:or\b|and\s+a\b|to\s|[-+−*×÷/^<>≤≥±≈=])", re.IGNORECASE)
+_ANOTHER = re.compile(
+    r"\b[A-Za-z](?:_\w+)?\s*=.*(?:\b(?:and|or)\b|[,;])\s*[A-Za-z](?:_\w+)?\s*=\s*$"
+)  # "x = 5 or x = 6"
+_BEHIND = re.compile(
+    r"\s*(?:or\b|and\s+a\b|to\s|[-+−*×÷/^<>≤≥±≈=]|\\(?!text|mathrm|mbox|[%$,; ])|(?:pi|sqrt|sin|cos|tan|log|ln|exp)\b)",
+    re.IGNORECASE,
+)
 _DOUBT = re.compile(
     r"\b(?:not|cannot|can't|\w+n't|maybe|perhaps|possibly|probably|wrong|incorrect|unknown|unsure|guess)\b|\?\s*$",
     re.IGNORECASE,
 )
-_UNITS = re.compile(r"\s*-?(?:(?:square|cubic|sq|cu)\.?\s+)?([A-Za-z]+)(?:(?:\s*/\s*|\s+per\s+)([A-Za-z]+))?(?:\s*\^\s*\{?\d\}?|[²³])?")
+_UNITS = re.compile(
+    r"\s*-?(?:(?:square|cubic|sq|cu)\.?\s+)?([A-Za-z]+)(?:(?:\s*/\s*|\s+per\s+)([A-Za-z]+))?(?:\s*\^\s*\{?\d\}?|[²³])?"
+)
 
 
 def extract_text(response: str) -> str | None:
@@ -86,7 +99,7 @@ def last_box(text: str) -> tuple[str, int] | None:
 
 
 def last_tag(text: str) -> tuple[str, int] | None:
-    """Return (content, end) of the last <answer>...</answer>, ("", end of text) if it is not closed; None without one."""
+    """Return (content, end) of the last <answer>...</answer>, ("", end of text) if none closes it; None without one."""
     opened = None
     for tag in _TAG.finditer(text):
         if not tag[1]:
@@ -102,7 +115,7 @@ def _stated(text: str) -> str | None:
     """Return the answer of a text without markup."""
     for mark in reversed(list(_MARK.finditer(text))):
         line, rest = _first_line(text[mark.end() :])
-        if mark["hashes"] and _prose(line) and not _THE_ANSWER_IS.match(line):
+        if mark["hashes"] and _prose(line) and rest.strip() and not (_VALUE.match(line) or _THE_ANSWER_IS.match(line)):
             continue  # a heading
         found = _reduced(line)
         if found is None and rest.strip():
@@ -119,7 +132,7 @@ def _unmarked(text: str) -> str | None:
     if sentences := list(_IS.finditer(tail)):
         line = _sentences(tail[sentences[-1].end() :].partition("\n")[0])
         sentence = next(line, "")
-        found = _reduced(sentence)
+        found = _reduced(sentence.rstrip("!"))
         return sentence if found is None else found
     lines = (line for line in reversed(tail.split("\n")) if line.strip())
     sentences_ = (sentence for line in lines for sentence in reversed(list(_sentences(line))))
@@ -144,17 +157,16 @@ def _sentences(line: str) -> Iterator[str]:
 
 
 def _prose(text: str) -> list[str]:
-    return [word for word in _WORD.findall(text) if word.casefold() not in _MATHS and not is_measure(word)]
+    return [word for word in _WORD.findall(text) if not _MATHS_WORD.fullmatch(word) and not is_measure(word)]
 
 
 def _reduced(line: str) -> str | None:
     """Return the value that a marked line states, or its words; None where it says more than one thing."""
-    text = next(_sentences(line), "")
-    text = _THE_ANSWER_IS.sub("", text, count=1)
-    short = _ASIDE.sub("", _CLAUSE.sub("", text.rstrip(" .!")))
-    words = [word for word in _WORD.findall(short) if word.casefold() in _MATHS]
+    text, said = _THE_ANSWER_IS.subn("", next(_sentences(line), ""), count=1)
+    short = _ASIDE.sub("", _CLAUSE.sub("", text.rstrip(" .!" if said else " .")))
     if not _prose(short):
-        return short if words else _value(short) or short  # "18 dollars a day"
+        measured = _VALUE.match(short.strip()) and _WORD.search(short) and not _MATHS_WORD.search(short)
+        return (measured and _value(short)) or short  # "18 dollars a day"
     if not _VALUE.search(short):
         return short if len(_prose(short)) <= 3 else None
     return _value(short)

@@ -30,6 +30,10 @@ _EMPHASIS = re.compile(
 )
 
 
+# "**5**!" is said with force; "5!" is a product.
+_CALL = re.compile(rf"(?<=[*_`{SIGN[1:-1]}])!+(?=\s*$)", re.MULTILINE)
+
+
 def plain_text(text: str) -> tuple[str, list[str]]:
     """Return the text without markup, and its formulas, which private characters stand for in their order."""
     formulas: list[str] = []
@@ -43,6 +47,7 @@ def plain_text(text: str) -> tuple[str, list[str]]:
     text = _FORMULA.sub(keep, re.sub(SIGN, "?", text))
     text = _HTML.sub("", _BREAK.sub("\n", _RULE.sub("", _FENCE.sub("", text))))
     text = _LINE.sub("", _TABLE.sub(lambda row: ": ".join(cell.strip() for cell in row[1].split("|")), text))
+    text = _CALL.sub("", text)
     text = _CODE.sub(lambda match: match[2], text)
     for _ in range(3):  # nested ones
         text = _EMPHASIS.sub(lambda match: match[2] or match[3] or match[5], text)

@@ -148,8 +148,8 @@ class Scorer:
                     continue
                 said = f"earns {paid:g}, so no response can earn 1"
             raise InputError(
-                f"{one.where}: the row's own answer, {one.row.response!r:.200}, scored by reward.name={one.reward}: {said}; "
-                "mend the row or leave it out"
+                f"{one.where}: the row's own answer, {one.row.response!r:.200}, scored by reward.name={one.reward}: "
+                f"{said}; mend the row or leave it out"
             )
 
     def __call__(

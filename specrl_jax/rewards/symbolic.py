@@ -11,7 +11,8 @@ from specrl_jax.rewards.mathematics.spelling import unstyled
 LONGEST = 1_000  # characters of an extracted answer; a longer one is no answer
 
 _BEFORE = re.compile(
-    r"^(?:\\[(\[,;:! ]|[\s$]|\*\*|(?:\\text\s*\{\s*)?\b(?:the\s+)?(?:final\s+)?answer\s*(?:is\b:?|:|=)[\s}]*)+", re.IGNORECASE
+    r"^(?:\\[(\[,;:! ]|[\s$]|\*\*|(?:\\text\s*\{\s*)?\b(?:the\s+)?(?:final\s+)?answer\s*(?:is\b:?|:|=)[\s}]*)+",
+    re.IGNORECASE,
 )
 _AFTER = re.compile(r"(?:\\[)\],;:! ]|(?<!\\)\$|[\s.,;:]|\*\*)+$")
 _AROUND = re.compile(r"(\*{1,3}|_{1,3}|`+|~~)(.+)\1|\{([^{}]*)\}", re.DOTALL)
@@ -31,9 +32,9 @@ _SIGNS = [
 ]
 # A text that is a list of texts, or the brackets of one.
 _QUOTED = r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')\s*"""
-_LIST = re.compile(rf"[\[(](?:{_QUOTED},)*(?:{_QUOTED})?[\])]", re.DOTALL)
+_LIST = re.compile(rf"[\[(](?:{_QUOTED},)*(?:{_QUOTED})?[\])]|{_QUOTED}", re.DOTALL)
 _ITEM = re.compile(_QUOTED, re.DOTALL)
-_STRUCTURE = re.compile(r"[\[({]\s*[\[({]?\s*[\"']|\[\s*\]|\[\s*\[|\{\s*\}")
+_STRUCTURE = re.compile(r"[\[({]\s*[\[({]?\s*[\"']|\[\s*\]|\{\s*\}")
 _ALONE = re.compile(r"\[\s*([-+]?(?:[\d./]+|\\[dt]?frac\s*\{\d+\}\s*\{\d+\}))\s*\]", re.ASCII)  # a number
 
 
@@ -93,10 +94,15 @@ def stated_answer(answer: str) -> str:
 
 
 def from_list(text: str) -> str:
-    """Return the texts of a list that is written as text, '["1", "2"]', with commas between them: all are the answer."""
+    """Return the texts of a list that is written as text, '["1", "2"]', with commas between them: all are the answer.
+
+    A text in quotes is a list of one.
+    """
     if len(text) > 2 * LONGEST or not _LIST.fullmatch(text.strip()):
         return text
     items = [double or single for double, single in _ITEM.findall(text)]
+    if not items:
+        return text
     if not any(re.search(r"(?<!\\)\\(?!\\)", item) for item in items):
         items = [item.replace("\\\\", "\\") for item in items]  # as JSON and Python write a backslash
     return ", ".join(items)
@@ -104,12 +110,15 @@ def from_list(text: str) -> str:
 
 def fault_of_answer(answer: str) -> str:
     """Return why no response can state a row's answer; "" where one can. Expressions are not read here."""
-    gold = strip_answer(stated_answer(answer))
-    if not gold or len(gold) > LONGEST:
-        return "states no answer" if not gold else f"has {len(gold)} characters, at most {LONGEST} are read"
-    if _STRUCTURE.match(gold):
-        return f"is a structure as text, {gold[:50]!r}: needs an answer, or a list of texts"
-    return ""
+    stated = stated_answer(answer).strip()
+    if _STRUCTURE.match(stated):
+        return f"is a structure as text, {stated[:50]!r}: needs an answer, or a list of texts"
+    gold = strip_answer(stated)
+    return (
+        f"has {len(gold)} characters, at most {LONGEST} are read" * (len(gold) > LONGEST)
+        if gold
+        else "states no answer"
+    )
 
 
 def own_answer(answer: str) -> str:
@@ -119,7 +128,7 @@ def own_answer(answer: str) -> str:
 
 
 def strip_answer(text: str) -> str:
-    """Strip what surrounds an answer: $, **, fonts, formula brackets, a final period, a plus sign, \\text around a number.
+    """Strip what surrounds an answer: $, **, fonts, brackets of a formula, a final period, a plus, \\text of a number.
 
     Words for infinity, all real numbers and the empty set become their signs.
     """

@@ -7,7 +7,8 @@ _OPENED = re.compile(rf"<(?:{_TAG})>|\[THINK\]|<\|begin_of_thought\|>", re.IGNOR
 _CLOSED = re.compile(rf"</(?:{_TAG})>|\[/THINK\]|<\|end_of_thought\|>", re.IGNORECASE)
 # The end of a prompt: a line or turn that begins with the tag, neither closed nor followed by the mark of a turn.
 _PREFILLED = re.compile(
-    r"(?:^|[\n>\]])[ \t]*(?:[A-Za-z]{1,20}:[ \t]*)?(<think>)(?:(?!</?think>|<[|｜/]|<(?:end|start)_of_turn>|\[/?INST\]).)*\Z",
+    r"(?:^|[\n>\]])[ \t]*(?:[A-Za-z]{1,20}:[ \t]*)?(<think>)"
+    r"(?:(?!</?think>|<[|｜/]|<(?:end|start)_of_turn>|\[/?INST\]).)*\Z",
     re.DOTALL,
 )
 

@@ -83,8 +83,8 @@ def own_program(row: Mapping[str, object]) -> str:
         if isinstance(first, str) and first.strip():
             program = extract_program(first) or first
             with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-                ast.parse(program)
-                return f"```python\n{program}\n```"
+                if any(not isinstance(line, ast.Expr) for line in ast.parse(program).body) or "print(" in program:
+                    return f"```python\n{program}\n```"
     return ""
 
 

@@ -91,7 +91,9 @@ def _read_list(text: str) -> Answer:
 
 def _is_region(item: Answer) -> bool:
     """Return whether an answer is a set of numbers beyond doubt: "(1,2)" may be a point."""
-    return item.kind in ("set", "[)", "(]") or (item.kind == "()" and any(part.value.is_infinite for part in item.items))
+    return item.kind in ("set", "[)", "(]") or (
+        item.kind == "()" and any(part.value.is_infinite for part in item.items)
+    )
 
 
 def _part(item: Answer) -> sympy.Set:

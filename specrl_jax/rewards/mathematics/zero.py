@@ -1,6 +1,7 @@
 """Decide whether an expression is zero, without sympy's simplification, which draws random points and may not end."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -13,9 +14,9 @@ _PRIMES = (101, 211, 307, 401, 503, 601, 701, 809)
 _STEPS = (sympy.floor, sympy.ceiling)
 # Functions that are not one power series: two may agree near 0 and nowhere else.
 _PIECEWISE = (sympy.Abs, *_STEPS, sympy.log, sympy.asin, sympy.acos, sympy.atan, sympy.acot, sympy.asec, sympy.acsc)
-_SIZES = tuple(
-    Rational(text)
-    for text in "1 -1 2 -2 3 -4 5 7 -7 10 -10 12 31/2 -31/3 50 100 -100 1000 -1000 1013/3 -721/7 5/2 -5/2".split()
+_SIZES = (
+    *(1, -1, 2, -2, 3, -4, 5, 7, -7, 10, -10, 12, 50, 100, -100, 1000, -1000),
+    *(Rational(a, b) for a, b in ((31, 2), (-31, 3), (1013, 3), (-721, 7), (5, 2), (-5, 2))),
 )  # 23, a prime: strides of the symbols meet in different places
 _SMALL = 12  # the largest size where an exponent has symbols
 
@@ -24,8 +25,9 @@ def is_zero(expr: Expr) -> bool:
     """Return whether `expr` is zero: exactly for rational numbers, else by 300 digits; with symbols at 8 fixed points.
 
     Where it has absolute values, floors, roots, logarithms or arc functions of symbols it must also vanish at points of
-    several sizes, and around each place where one of them bends. A difference is always found where it exceeds the precision at one of the points; the points are the same in each
-    process, so a verdict depends on the expression alone.
+    several sizes, and around each place where one of them bends. A difference is always found where it exceeds the
+    precision at one of the points; the points are the same in each process, so a verdict depends on the expression
+    alone.
     """
     if expr.is_Rational:
         return expr == 0
@@ -55,12 +57,10 @@ def _pieces(expr: Expr) -> list[Any]:
     return [piece for piece in sorted([*expr.atoms(*_PIECEWISE), *roots], key=str) if piece.free_symbols]
 
 
-def _wide_points(
-    expr: Expr, symbols: list[sympy.Symbol], pieces: list[Any]
-) -> Iterator[dict[sympy.Symbol, Rational]]:
+def _wide_points(expr: Expr, symbols: list[sympy.Symbol], pieces: list[Any]) -> Iterator[dict[sympy.Symbol, Rational]]:
     steep = expr.has(sympy.factorial) or any(power.exp.free_symbols for power in expr.atoms(sympy.Pow))
     for i in range(len(_SIZES)):
-        values = {x: _SIZES[((k + 1) * i + 7 * k) % len(_SIZES)] for k, x in enumerate(symbols)}
+        values = {x: sympy.sympify(_SIZES[((k + 1) * i + 7 * k) % len(_SIZES)]) for k, x in enumerate(symbols)}
         if not steep or max(map(abs, values.values())) <= _SMALL:
             yield values
     for x in symbols:
@@ -78,10 +78,8 @@ def _bends(x: sympy.Symbol, others: dict[sympy.Symbol, Rational], pieces: list[A
             polynomial = sympy.Poly(argument - level, x) if argument.is_polynomial(x) else None
             if polynomial is None or not 1 <= polynomial.degree() <= 4:
                 continue
-            if all(coefficient.is_Rational for coefficient in polynomial.all_coeffs()):
-                roots = polynomial.ground_roots() or {root: 1 for root in polynomial.nroots(n=15)}
-            else:
-                roots = {root: 1 for root in polynomial.nroots(n=15)}
+            exact = all(coefficient.is_Rational for coefficient in polynomial.all_coeffs())
+            roots = (exact and list(polynomial.ground_roots())) or polynomial.nroots(n=15)
             found |= {Rational(str(root)) if root.is_Float else root for root in roots if root.is_real}
     return found
 
@@ -90,7 +88,7 @@ def _around(places: list[Rational]) -> list[Rational]:
     """Return the places, the middles between them and a point beyond either end."""
     if not places:
         return []
-    middles = [(low + high) / 2 for low, high in zip(places, places[1:])]
+    middles = [(low + high) / 2 for low, high in pairwise(places)]
     return [places[0] - 1, *places, *middles, places[-1] + 1]
 
 
