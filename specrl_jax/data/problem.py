@@ -13,3 +13,4 @@ class Problem(NamedTuple):
     solution: str  # worked steps, then "#answer"
     row: Mapping[str, object] = {}  # the other columns of a file's row
     messages: Sequence[Mapping[str, str]] = ()  # of a row that has chat messages: what the template made `prompt` of
+    where: str = ""  # file:line of a file's row

@@ -215,7 +215,7 @@ def parse_problem(
     if tests_fault and (fault := tests_fault(extracted, others)):
         raise InputError(f"{row.where}: '{schema.answer}' {fault}")
     messages = () if isinstance(prompt, str) else prompt_format.messages(prompt)
-    return Problem(text, extracted, _solution(row.content, schema), others, messages)
+    return Problem(text, extracted, _solution(row.content, schema), others, messages, row.where)
 
 
 def _with_shown(prompt: str | Messages, content: dict[str, object], schema: Schema) -> str | Messages:

@@ -2,8 +2,9 @@
 
 import re
 
-from specrl_jax.rewards.symbolic import last_box
+from specrl_jax.rewards.extraction import last_box
 
+_IN_BRACES = re.compile(r"\\boxed\s*\{")
 _AFTER_BOX = re.compile(r"(?:[\s.$*]|\\[)\]])*")
 
 
@@ -13,7 +14,7 @@ def boxed_format(response: str, answer: str) -> float:
     Closing brackets of a formula, a period and `*` may follow.
     """
     box = last_box(response)
-    once = response.count("\\boxed") == 1
+    once = response.count("\\boxed") == len(_IN_BRACES.findall(response)) == 1
     return float(once and box is not None and bool(box[0].strip()) and bool(_AFTER_BOX.fullmatch(response, box[1])))
 
 
@@ -24,7 +25,10 @@ def answer_line_format(response: str, answer: str) -> float:
 
 
 def think_format(response: str, answer: str) -> float:
-    """Return 1 if the response is <think>, text, </think> and an answer, neither blank, each tag once; else 0."""
+    """Return 1 if the response is <think>, text, </think> and an answer, neither blank, each tag once; else 0.
+
+    A <think> that the prompt ends with is put before the response by the worker (worker.py).
+    """
     before, _, rest = response.partition("<think>")
     thoughts, closing, answered = rest.partition("</think>")
     once = response.count("<think>") == response.count("</think>") == 1

@@ -25,6 +25,14 @@ _NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _PATH = re.compile(rf"(.*\.py|{_NAME}):{_NAME}")
 
 
+class OwnAnswer(NamedTuple):
+    """A row with its own answer as the response."""
+
+    where: str  # file:line
+    reward: str  # the built-in reward that must pay 1 for it
+    row: Row
+
+
 class Scores(NamedTuple):
     """Scores of R answers. A failed one has 0 from every reward, and is not correct."""
 
@@ -128,6 +136,21 @@ class Scorer:
             if outcome.failure:
                 tried = "called with the first row of the data, its answer as the response"
                 raise InputError(f"{key}: {tried}: {outcome.failure}: {outcome.detail}")
+
+    def require_own(self, own: Sequence[OwnAnswer]) -> None:
+        """Score rows' own answers. Raises InputError naming the first place where one does not earn 1."""
+        outcomes = self._workers.score([one.row for one in own]) if own else []
+        for one, outcome in zip(own, outcomes):
+            said = f"{outcome.failure}: {outcome.detail}"
+            if not outcome.failure:
+                paid = outcome.rewards[self.names.index(one.reward)]
+                if paid == 1:
+                    continue
+                said = f"earns {paid:g}, so no response can earn 1"
+            raise InputError(
+                f"{one.where}: the row's own answer, {one.row.response!r:.200}, scored by reward.name={one.reward}: "
+                f"{said}; mend the row or leave it out"
+            )
 
     def __call__(
         self,

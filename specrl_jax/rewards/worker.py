@@ -28,6 +28,7 @@ from specrl_jax.rewards.messages import (
     receive,
     send,
 )
+from specrl_jax.rewards.thought import with_prefilled
 from specrl_jax.rewards.verifiable import Reward
 
 
@@ -36,11 +37,12 @@ class BuiltIn(NamedTuple):
     extract: Callable[[str], str | None] | None = None  # canonical answer of a response, for majority votes
 
 
+MATH = "math"
 BUILT_IN = {
     "exact": BuiltIn(verifiable.exact, verifiable.extract_answer),
     "answer_line": BuiltIn(verifiable.answer_line, verifiable.extract_answer_line),
     "countdown": BuiltIn(verifiable.countdown, verifiable.extract_expression),
-    "math": BuiltIn(symbolic.symbolic, symbolic.extract_value),
+    MATH: BuiltIn(symbolic.symbolic, symbolic.extract_value),
     "boxed_format": BuiltIn(formats.boxed_format),
     "answer_line_format": BuiltIn(formats.answer_line_format),
     "think_format": BuiltIn(formats.think_format),
@@ -99,12 +101,14 @@ def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[
     try:
         for name in names:
             functions[name] = _load(name, code)
-        if "math" in names:
+        if MATH in names:
             symbolic.warm_up()
     except BaseException as error:
         problem = f"cannot load '{name}': {one_line(error)}"[:MAX_DETAIL]
     extract = BUILT_IN[names[0]].extract if names[0] in BUILT_IN else None
-    asks = [field for field in Context._fields if any(field in function.asks for function in functions.values())]
+    asked = {field for function in functions.values() for field in function.asks}
+    asked |= {"prompt"} if any(name in NAMES for name in names) else set()  # which may have begun the thought
+    asks = [field for field in Context._fields if field in asked]
     return Worker(functions, extract, memory, address_space()), Hello(problem, asks)
 
 
@@ -117,16 +121,20 @@ def _load(name: str, code: object) -> Function:
 
 
 def score_row(worker: Worker, row: Row) -> Outcome:
-    """Compute all rewards of one answer within the memory limit; any exception becomes its failure."""
+    """Compute all rewards of one answer within the memory limit; any exception becomes its failure.
+
+    Built-in rewards read the thought that the prompt has begun as a part of the response.
+    """
     current = ""
     try:
         with _limited_memory(worker.base + worker.memory):
             returned = []
+            whole = row._replace(response=with_prefilled(row.context.prompt, row.response))
             for name, function in worker.functions.items():
                 current = f"{name}: " if len(worker.functions) > 1 else ""
-                returned.append(call(function, *row))
+                returned.append(call(function, *(whole if name in NAMES else row)))
             current = ""
-            extracted = worker.extract(row.response) if worker.extract else returned[0].extracted
+            extracted = worker.extract(whole.response) if worker.extract else returned[0].extracted
         parts: dict[str, float] = {}
         for one in returned:
             if common := parts.keys() & one.parts.keys():

@@ -56,7 +56,7 @@ from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import Row
 from specrl_jax.rewards.sandbox.choose import choose
 from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
-from specrl_jax.rewards.scorer import Scorer, make_environment
+from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh, training_sampling
@@ -247,11 +247,11 @@ def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weight
     return weights, WeightsVersion(*versions, checksum=int(weights.checksum))
 
 
-def make_scorer(config: Config, first: Sequence[Row]) -> Scorer:
+def make_scorer(config: Config, first: Sequence[Row], own: Sequence[OwnAnswer] = ()) -> Scorer:
     """Return the scorer of reward.* and environment.*; its processes start when it does.
 
     Raises InputError for a reward or environment that cannot be loaded, or a reward that cannot score one of the rows
-    `first`, and where the reward `code` has no sandbox.
+    `first` or does not pay 1 for one of `own`, and where the reward `code` has no sandbox.
     """
     r, e = config.reward, config.environment
     code = _code_options(r) if CODE in r.names else None
@@ -259,6 +259,7 @@ def make_scorer(config: Config, first: Sequence[Row]) -> Scorer:
     scorer = Scorer(r.names, r.weights, r.timeout, r.workers, r.memory, r.correct_from, code, environment)
     try:
         scorer.try_rows(first)
+        scorer.require_own(own)
     except BaseException:
         scorer.close()
         raise

@@ -162,7 +162,8 @@ def _find(
     with mistakes.check():
         if rewards:
             rows = problems.first_rows(tokenizer) if problems is not None and tokenizer is not None else []
-            scorer = ending.enter_context(make_scorer(config, rows))
+            own = problems.own_answers() if problems is not None else []
+            scorer = ending.enter_context(make_scorer(config, rows, own))
     mistakes.refuse()
     assert mesh is not None and model is not None and tokenizer is not None and problems is not None
     if left_open(config):

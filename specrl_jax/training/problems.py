@@ -9,7 +9,7 @@ import jax
 from specrl_jax.config import Config
 from specrl_jax.config.schema import LONGEST
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.prompts import PromptFormat, Reader, split_paths
+from specrl_jax.data.prompts import PromptFormat, Reader, TestsFault, split_paths
 from specrl_jax.data.schemas import Schema, find_schemas
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.splits import data_files
@@ -17,12 +17,16 @@ from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
 from specrl_jax.errors import InputError, Mistakes
-from specrl_jax.rewards.code.reward import fault_of_tests
+from specrl_jax.rewards.code.reward import fault_of_tests, own_program
 from specrl_jax.rewards.messages import Context, Row
-from specrl_jax.rewards.worker import BUILT_IN, CODE
+from specrl_jax.rewards.scorer import OwnAnswer
+from specrl_jax.rewards.symbolic import fault_of_answer, own_answer
+from specrl_jax.rewards.worker import BUILT_IN, CODE, MATH
 
 # Training problems of each source whose length is checked before the run.
 CHECKED = 256
+# Rows of each file whose own answer is scored before the run, evenly spaced, by reward: a program takes longer.
+OWN = {MATH: 64, CODE: 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,18 @@ class Problems:
         first = [source[0] for source in (*self.train, *self.validation.values())]
         return [Row(p.answer, p.answer, Context(p.prompt, p.row, tokenizer.encode(p.answer))) for p in first]
 
+    def own_answers(self) -> list[OwnAnswer]:
+        """Return rows of the files with their own answers as responses, by which `math` and `code` must pay 1."""
+        found = []
+        for name, most in OWN.items():
+            if name not in self.config.reward.names:
+                continue
+            for source in (*self.train, *self.validation.values()):
+                rows = [] if isinstance(source, TaskSource) else [p for p in source if p.where and _own(name, p)]
+                for p in rows[:: max(1, -(-len(rows) // most))]:
+                    found.append(OwnAnswer(p.where, name, Row(_own(name, p), p.answer, Context(p.prompt, p.row))))
+        return found
+
     def texts(self) -> tuple[list[str], list[str]]:
         """Return prompts and worked solutions of the validation sets and of the training files."""
         files = [source for source in self.train if not isinstance(source, TaskSource)]
@@ -52,6 +68,10 @@ class Problems:
     def stream(self, batch_size: int) -> ProblemStream:
         """Return an endless stream of training problems."""
         return ProblemStream(self.train, batch_size, self.config.seed, self.config.data.weights)
+
+
+def _own(reward: str, problem: Problem) -> str:
+    return own_answer(problem.answer) if reward == MATH else own_program(problem.row)
 
 
 def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, most: int | None = None) -> Problems:
@@ -182,7 +202,7 @@ def _read(
         d.skip_long,
         f"{section}.path",
         d.special_tokens,
-        fault_of_tests if CODE in config.reward.names else None,
+        _fault_of(config.reward.names),
         most,
         # Only these read more of a row than prompt and answer.
         bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
@@ -193,6 +213,13 @@ def _read(
         reports.append(counts.line(path))
         found.append(problems)
     return found
+
+
+def _fault_of(rewards: Sequence[str]) -> TestsFault | None:
+    """Return what says why one of the rewards cannot use a row's answer; None where any text will do."""
+    if CODE in rewards:
+        return fault_of_tests
+    return (lambda answer, _: fault_of_answer(answer)) if MATH in rewards else None
 
 
 def set_names(paths: Sequence[str]) -> list[str]:

@@ -19,9 +19,9 @@ from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
 from specrl_jax.rewards.function import Function
-from specrl_jax.rewards.messages import Outcome, Row, receive, send
+from specrl_jax.rewards.messages import Context, Outcome, Row, receive, send
 from specrl_jax.rewards.pool import Workers
-from specrl_jax.rewards.scorer import GIB, Scorer
+from specrl_jax.rewards.scorer import GIB, OwnAnswer, Scorer
 
 ROOT = pathlib.Path(__file__).parents[2]
 OBEY = "tests.rewards.hostile:obey"
@@ -84,6 +84,29 @@ def test_extracted_answers(name, response, stated):
     reader = worker.BUILT_IN[name].extract if name in worker.BUILT_IN else None
     one = worker.Worker({name: Function(lambda *_: 1.0)}, reader, 4 * GIB, worker.address_space())
     assert worker.score_row(one, Row(response, "")) == Outcome((1.0,), extracted=stated)
+
+
+def test_a_thought_that_the_prompt_begins_is_the_responses():
+    """Of math an answer within the open thought is none; a user's function reads what the policy wrote."""
+    prompt = "<|im_start|>assistant\n<think>\n"
+    with Scorer(("think_format", "math", "tests.rewards.hostile:length"), workers=1) as scorer:
+        responses = ["so</think>5", "\\boxed{5}", "<think>so</think>5"]
+        for begins, formats, right in ((prompt, [1, 0, 0], [1, 0, 1]), ("", [0, 0, 1], [1, 1, 1])):
+            scores = scorer(responses, ["5"] * 3, [Context(begins)] * 3)
+            assert scores.rewards["think_format"].tolist() == formats
+            assert scores.rewards["math"].tolist() == right
+            assert scores.rewards["tests.rewards.hostile:length"].tolist() == [len(text) for text in responses]
+
+
+def test_a_row_whose_own_answer_earns_nothing_is_refused(scorer):
+    def own(response, answer):
+        return OwnAnswer("data.jsonl:3", "math", Row(response, answer))
+
+    scorer.require_own([])
+    scorer.require_own([own("\\boxed{1/2}", "0.5")])
+    said = "^data.jsonl:3: the row's own answer, '.*', scored by reward.name=math: earns 0, so no response can earn 1"
+    with pytest.raises(InputError, match=said):
+        scorer.require_own([own("\\boxed{1/2}", "0.5"), own("\\boxed{17\\}", "17\\")])
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 500])

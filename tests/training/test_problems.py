@@ -1,18 +1,22 @@
 """Which problems a config trains and validates on."""
 
 import json
+import os
 
 import jax
 import pytest
 
-from specrl_jax.config import Config, DataConfig, EvalConfig, RolloutConfig
+from specrl_jax.config import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.training.problems import load_problems
 
+KEYS = {"prompt_key": "q", "answer_key": "a"}
 
-def problems(data=None, evaluation=None, train=True):
+
+def problems(data=None, evaluation=None, train=True, reward=None):
     config = Config(
+        reward=reward or RewardConfig(),
         data=DataConfig(**data or {}),
         eval=EvalConfig(**{"problems": 3} | (evaluation or {})),
         rollout=RolloutConfig(max_prompt_tokens=20),
@@ -136,3 +140,53 @@ def test_a_file_that_is_learned_from_and_validated_on_is_named(write, tmp_path, 
     problems({"path": first}, {"path": f"{again},{second}"})
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
     assert line.startswith(f"warning: eval.path={again}: it is in data.path too")
+
+
+MATH = RewardConfig(name="math")
+
+
+def test_rows_of_mathematics_are_tried_with_their_own_answers(write):
+    """Integers need no trial; lists as text are answers; of many rows a sample is tried."""
+    rows = [{"q": "a", "a": "1/2"}, {"q": "b", "a": '["34", "x"]'}, {"q": "c", "a": 7}, {"q": "d", "a": ["8"]}]
+    own = problems({"path": write("a.jsonl", *rows), **KEYS}, {"task": "arithmetic"}, reward=MATH).own_answers()
+    assert [(os.path.basename(one.where), one.row.response) for one in own] == [
+        ("a.jsonl:1", "\\boxed{1/2}"),
+        ("a.jsonl:2", "\\boxed{34, x}"),
+    ]
+    many = write("b.jsonl", *({"q": str(i), "a": f"{i}/7"} for i in range(1000)))
+    own = problems({"path": many, **KEYS}, {"task": "arithmetic"}, reward=MATH).own_answers()
+    lines = [int(one.where.rpartition(":")[2]) for one in own]
+    assert 50 <= len(lines) <= 64 and lines[0] == 1 and lines[-1] > 980
+    assert not problems({"path": many, **KEYS}, {"task": "arithmetic"}).own_answers()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ('{"value": 34}', "is a structure as text"),
+        ({"value": 34}, "is a structure as text"),
+        ("[]", "is a structure as text"),
+        ('[["34"]]', "is a structure as text"),
+        ("$$", "states no answer"),
+        ("1" * 2000, "has 2000 characters"),
+    ],
+)
+def test_an_answer_that_no_response_can_state_is_refused_by_row(write, answer, said):
+    path = write("a.jsonl", {"q": "a", "a": "1"}, {"q": "b", "a": answer})
+    with pytest.raises(InputError, match=f"a.jsonl:2: 'a' {said}"):
+        problems({"path": path, **KEYS}, {"task": "arithmetic"}, reward=MATH)
+
+
+def test_rows_of_programs_are_tried_with_their_own_solutions(write):
+    tests = ["assert add(1, 2) == 3"]
+    rows = [
+        {"q": "add", "a": tests, "code": "def add(a, b):\n    return a + b\n"},
+        {"q": "add it", "a": tests, "solutions": '["def add(a, b):\\n    return a"]'},
+        {"q": "add them", "a": tests, "solution": "it is easy"},
+    ]
+    data = {"path": write("a.jsonl", *rows), **KEYS}
+    own = problems(data, {"task": "arithmetic"}, reward=RewardConfig(name="code")).own_answers()
+    assert [one.row.response for one in own] == [
+        "```python\ndef add(a, b):\n    return a + b\n\n```",
+        "```python\ndef add(a, b):\n    return a\n```",
+    ]

@@ -1,5 +1,8 @@
 """The reward `code`: the share of a row's tests that a response's program passes, or whether it passes all."""
 
+import ast
+import contextlib
+import json
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,6 +14,7 @@ from specrl_jax.rewards.sandbox.limits import Limits
 from specrl_jax.rewards.sandbox.mechanisms import Interpreter
 from specrl_jax.rewards.sandbox.process import Sandbox
 
+SOLUTIONS = ("solution", "code", "solutions")  # columns of a row's own program
 MARGIN = 1.0  # seconds of reward.timeout that are left to end the last program
 
 
@@ -66,6 +70,22 @@ class CodeReward:
             return 0.0, True
         ran = self.sandbox.run(test.make(program), seconds)
         return test.share(ran), ran.cause == "time"
+
+
+def own_program(row: Mapping[str, object]) -> str:
+    """Return a row's own solution as a response; "" where no column has one that is Python."""
+    for name in SOLUTIONS:
+        found = row.get(name)
+        if isinstance(found, str) and found.startswith("["):
+            with contextlib.suppress(ValueError):
+                found = json.loads(found)  # APPS writes a list as text
+        first = found[0] if isinstance(found, list) and found else found
+        if isinstance(first, str) and first.strip():
+            program = extract_program(first) or first
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+                if any(not isinstance(line, ast.Expr) for line in ast.parse(program).body) or "print(" in program:
+                    return f"```python\n{program}\n```"
+    return ""
 
 
 def fault_of_tests(answer: str, row: Mapping[str, object]) -> str:

@@ -20,7 +20,7 @@ _NAME = re.compile(
 _BRACKETS = re.compile(r"(\(|\[|\\\{|\\langle|\{)(.*)(\)|\]|\\\}|\\rangle|(?<!\\)\})", re.DOTALL)
 _KINDS = {"()": "()", "[]": "[]", "[)": "[)", "(]": "(]", "\\{\\}": "{}", "\\langle\\rangle": "<>"}
 _BUILDER = re.compile(rf"\\\{{\s*{_LETTER}\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?(?:\\mid|[:|])(.*)\\\}}", re.DOTALL)
-_SET = re.compile(r"(?!\\\{).*(?:\\(?:cup|cap|setminus|emptyset)(?![A-Za-z])|\\mathbb)", re.DOTALL)
+_SET = re.compile(r".*(?:\\(?:cup|cap|setminus|emptyset)(?![A-Za-z])|\\mathbb)", re.DOTALL)
 _BASES = {"two": 2, "three": 3, "five": 5, "eight": 8, "ten": 10, "sixteen": 16}
 _BASED = re.compile(
     r"(\()?(?P<digits>[0-9A-Z]*[0-9][0-9A-Z]*)(?(1)\))(?:_(?:base-?)?|(\()?base-?)(?P<base>\d{1,2}|[a-z]+)(?(3)\))"
@@ -81,11 +81,23 @@ def _read_list(text: str) -> Answer:
     items = [
         _read_item(part.replace("\\pm", plus).replace("\\mp", minus)) for part in parts for plus, minus in _signs(part)
     ]
-    if len(items) > 1 and {item.kind for item in items} == {"set"} and {*joints} in ({"or"}, {"and"}):
-        combine = sympy.Union if joints[0] == "or" else sympy.Intersection
-        if len({item.name for item in items}) == 1:
-            return replace(items[0], value=combine(*(item.value for item in items)))
+    if len(items) > 1 and {*joints} in ({"or"}, {"and"}) and len({item.name for item in items}) == 1:
+        if {item.kind for item in items} == {"set"} and joints[0] == "and":
+            return replace(items[0], value=sympy.Intersection(*(item.value for item in items)))
+        if joints[0] == "or" and any(map(_is_region, items)):
+            return Answer("set", sympy.Union(*(_part(item) for item in items)), name=items[0].name)
     return items[0] if len(items) == 1 else Answer("", items=tuple(items))
+
+
+def _is_region(item: Answer) -> bool:
+    """Return whether an answer is a set of numbers beyond doubt: "(1,2)" may be a point."""
+    return item.kind in ("set", "[)", "(]") or (
+        item.kind == "()" and any(part.value.is_infinite for part in item.items)
+    )
+
+
+def _part(item: Answer) -> sympy.Set:
+    return sympy.FiniteSet(item.number()) if item.kind == "value" else item.region()
 
 
 def _signs(text: str) -> list[tuple[str, str]]:
@@ -106,7 +118,9 @@ def _read_item(text: str) -> Answer:
 def _read_side(text: str) -> Answer:
     if match := _BUILDER.fullmatch(text):
         return _read_list(match[1])
-    return Answer("set", parse_set(text)) if _SET.match(text) else _read_brackets(text) or _read_value(text)
+    if found := _read_brackets(text):
+        return found
+    return Answer("set", parse_set(text)) if _SET.match(text) else _read_value(text)
 
 
 def _read_brackets(text: str) -> Answer | None:

@@ -34,7 +34,8 @@ def canonical(text: str) -> str:
 
 def equal(gold: Answer, given: Answer) -> bool:
     """Return whether `given` is the answer `gold`, by the rules of docs/rewards.md."""
-    if gold.kind in _RELATIONS or given.kind in _RELATIONS:
+    turned = gold.name != given.name and all(side.name and _symbols(side) for side in (gold, given))
+    if turned or gold.kind in _RELATIONS or given.kind in _RELATIONS:
         first, second = _relation(gold), _relation(given)
         return first is not None and second is not None and _equal_relations(first, second)
     if gold.name and given.name and gold.name != given.name:
@@ -123,10 +124,14 @@ def _distinct(answer: Answer) -> list[Answer]:
     return found
 
 
+def _symbols(answer: Answer) -> set[sympy.Symbol]:
+    return answer.value.free_symbols if answer.kind == "value" else set()
+
+
 def _relation(answer: Answer) -> Answer | None:
     """Return an equation or inequality; "y = 2x + 3" is one, "x = 5" is a value."""
-    if answer.kind == "value" and answer.name.isalpha() and answer.value.free_symbols:
-        return Answer("=", sympy.Symbol(answer.name) - answer.value)
+    if re.fullmatch(r"\\?[A-Za-z]+(?:_\w+)?", answer.name) and _symbols(answer):
+        return Answer("=", sympy.Symbol(answer.name.removeprefix("\\")) - answer.value)
     return answer if answer.kind in _RELATIONS else None
 
 
