@@ -65,7 +65,7 @@ class DataConfig:
     task: str = key("arithmetic", "built-in task, used where data.path is ''", choices=BUILT_IN_TASKS)
     path: str = key(
         "",
-        "JSONL or Parquet files of prompts, or folders of them (the training split; FOLDER:SPLIT is "
+        "JSONL, JSON or Parquet files of prompts, or folders of them (the training split; FOLDER:SPLIT is "
         "another), separated by commas; a repeated prompt counts once",
     )
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)

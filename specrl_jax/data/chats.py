@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from specrl_jax.data.renderer import OverLimit, renderer
 from specrl_jax.data.special import PromptText, rendered, strings, unused_characters, with_strings
@@ -58,7 +59,7 @@ def _text_message(message: dict[str, object], where: str) -> dict[str, str]:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise InputError(f"has a part of type {kind!r} in {where}; text is read, and parts of type 'text'")
         content = "".join(part["text"] for part in content)
-    return {**given, "content": content}  # type: ignore[dict-item] - a template may read other keys
+    return cast("dict[str, str]", {**given, "content": content})  # a template may read other keys, as tool_calls
 
 
 class _Lost(Exception):

@@ -13,8 +13,8 @@ from typing import Any
 
 from specrl_jax.errors import InputError
 
-SECONDS = 10.0  # of a conversation; Qwen3's takes 1/10,000 of it
-START = 60.0  # of the process, on a busy machine
+SECONDS = 30.0  # of a conversation, on a busy machine; Qwen3's takes a thousandth of one
+START = 60.0  # of the process
 
 
 class OverLimit(InputError):
@@ -43,12 +43,11 @@ class Renderer:
 
     def _ask(self, request: dict[str, object]) -> str:
         with self._lock:
-            seconds = SECONDS
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-                seconds += START
             try:
-                reply = self._exchange(json.dumps(request).encode() + b"\n", seconds)
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                    self._exchange({}, START)
+                reply = self._exchange(request, SECONDS)
             except BaseException:
                 self._end()
                 raise
@@ -59,19 +58,19 @@ class Renderer:
             raise InputError(f"data.tokenizer: the chat template {reply['fault']}")
         return reply["text"]
 
-    def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
+    def _exchange(self, request: dict[str, object], seconds: float) -> dict[str, str]:
         process, end, parts = self._process, time.monotonic() + seconds, [b""]
         assert process is not None and process.stdin is not None and process.stdout is not None
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN)
         try:
-            process.stdin.write(line)
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
             parts = []
         while parts and not parts[-1].endswith(b"\n"):
             if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise OverLimit(f"data.tokenizer: the chat template did not end within {SECONDS:g} s")
+                raise OverLimit(f"data.tokenizer: the chat template did not end within {seconds:g} s")
             if more := os.read(process.stdout.fileno(), 2**20):
                 parts.append(more)
             else:

@@ -13,8 +13,9 @@ PARQUET = (".parquet", ".pq")
 KINDS = (*PARQUET, ".jsonl")
 READ = "*.parquet, *.jsonl (an object a line) and *.json (a list of objects, or an object a line)"
 # Formats that are refused by their name, which a program would take for lines of JSON.
-OTHERS = (".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather", ".ipc", ".orc", ".avro", ".npz", ".pkl", ".pickle")
-OTHERS += (".gz", ".zip", ".zst", ".bz2", ".xz", ".tar", ".tgz", ".lz4", ".db", ".sqlite", ".yaml", ".yml", ".xml")
+_TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather", ".ipc", ".orc", ".avro", ".npz", ".pkl", ".pickle")
+_PACKED = (".gz", ".zip", ".zst", ".bz2", ".xz", ".tar", ".tgz", ".lz4", ".db", ".sqlite", ".yaml", ".yml", ".xml")
+OTHERS = (*_TABLES, *_PACKED)
 # A split by the words that stand for it in names.
 _WORDS = {
     "train": ("train", "training"),

@@ -123,6 +123,8 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(request: dict[str, Any]) -> dict[str, object]:
     """Return {"text"}, or why there is none: {"fault"} of the template, or the {"limit"} that it reached."""
+    if not request:  # whether the process has started
+        return {}
     try:
         compiled(request["source"])
     except MemoryError:
