@@ -176,7 +176,7 @@ def test_what_a_command_lacks_is_one_line(capsys):
     assert first == "error: policy.path=runs/none: no such folder"
     assert second.startswith("error: runs/none/rows.csv: no such file or folder")
     with (
-        pytest.raises(SystemExit, match="error: no_such_library: not installed for .*; needed: x==1"),
+        pytest.raises(SystemExit, match=r"error: no_such_library: not installed for .*; needed: x==1"),
         small.needed("x==1"),
     ):
         import no_such_library  # noqa: F401
