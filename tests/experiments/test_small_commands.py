@@ -44,7 +44,7 @@ class RunBy(NamedTuple):
 OUTPUT = "--small --output out"
 STORED = Runs("")  # reads rows of the tree and draws them: takes seconds as it is
 # What minutes of training make, or another environment.
-NO_CHECKPOINTS = Says("--small", "no such file or folder|no checkpoint|no config.json")
+NO_CHECKPOINTS = Says("--small", "runs/early_1e-04_0: no checkpoint of step 9")
 TABLE = {
     "accelerator": [RunBy("test_accelerator.py")],
     "accelerator.attention_parts": [Says("", "no GPU")],
