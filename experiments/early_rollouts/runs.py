@@ -11,8 +11,8 @@ from experiments.rooms import bases
 from specrl_jax.config import from_config_dict
 from specrl_jax.core import Params
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.errors import InputError
+from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Learner, Rollout, build, prepare
 from specrl_jax.training.initial import abstract_run_state
