@@ -55,11 +55,11 @@ def outside_tree(path: Any) -> Any:
 
 def run(main: Callable[[], int | None]) -> int:
     """Run a command; end it in one line where what it reads is missing or wrong. Return the exit status."""
-    from specrl_jax.errors import InputError, fail
+    from specrl_jax.errors import InputError, RunFailed, fail
 
     try:
         return main() or 0
-    except InputError as error:
+    except (InputError, RunFailed) as error:
         return fail(str(error))
     except FileNotFoundError as error:
         return fail(f"{error.filename}: no such file or folder; the page of this experiment says what makes it")

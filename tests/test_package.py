@@ -51,9 +51,8 @@ def built(tmp_path_factory):
     quiet = ["--quiet", "--disable-pip-version-check"]
     subprocess.run([python, "-m", "pip", "install", *quiet, "setuptools>=77", "build"], check=True)
     # The wheel is made from the sdist.
-    subprocess.run(
-        [python, "-m", "build", "--no-isolation", source, "--outdir", folder], check=True, capture_output=True
-    )
+    build = [python, "-m", "build", "--no-isolation", "--outdir", folder, source]
+    subprocess.run(build, check=True, capture_output=True)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
 

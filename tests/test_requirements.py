@@ -50,17 +50,13 @@ def test_every_pin_has_a_hash_and_the_locks_agree(lock):
         assert common.get(package, (version,))[0] == version, package
 
 
-def modules_of(requirement):
-    """Return the names under which the files of an installed requirement are imported."""
-    name = canonicalize_name(requirement.name)
-    found = importlib.metadata.packages_distributions().items()
-    return {module for module, distributions in found if name in map(canonicalize_name, distributions)}
-
-
 def test_the_library_imports_what_it_needs_and_nothing_else():
     """A requirement that only experiments or tests use is an extra, or one of the tests'."""
     imported = {name.partition(".")[0] for path in library_files() for name in imported_modules(path)}
-    for requirement in required("requirements-common.txt"):
-        assert modules_of(requirement) & imported, requirement
-    for requirement in required("requirements-experiments.txt"):
-        assert not modules_of(requirement) & imported, requirement
+    owners = importlib.metadata.packages_distributions()
+    used = {canonicalize_name(name) for module in imported for name in owners.get(module, ())}
+    needed, extra = (
+        {canonicalize_name(requirement.name) for requirement in required(f"requirements-{name}.txt")}
+        for name in ("common", "experiments")
+    )
+    assert (needed - used, extra & used) == (set(), set())

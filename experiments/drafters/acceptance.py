@@ -10,7 +10,7 @@ trained it says so. Adds the rows of --drafters and --seeds to acceptance.csv in
 import itertools
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,16 +51,18 @@ def path_of(workload: str, seed: int, drafter: str) -> str:
     return folder(workload, HEADS[drafter].name, seed) if drafter in HEADS else ""
 
 
-def measure(workload: str, seed: int, drafter: str, argmax: bool, prompts: int) -> Iterator[Row]:
+def measure(
+    workload: str, seed: int, drafter: str, argmax: bool, prompts: int, lengths: Sequence[int] = LENGTHS
+) -> Iterator[Row]:
     """Yield a row per draft length, each of rollouts of its own."""
     config = config_of(workload, seed)
     kind = HEADS[drafter].kind if drafter in HEADS else drafter
     path = path_of(workload, seed, drafter)
-    config.draft.update({"kind": kind, "path": path, "length": LENGTHS[-1], "argmax": argmax, "history": 0})
+    config.draft.update({"kind": kind, "path": path, "length": max(lengths), "argmax": argmax, "history": 0})
     config.draft.online = False
     config.grpo.prompts_per_step = prompts
-    _, rollout, _, weights, work = prepared(config, LENGTHS)
-    for k in LENGTHS:
+    _, rollout, _, weights, work = prepared(config, tuple(lengths))
+    for k in lengths:
         found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
         tokens, verifications = int(found.response_length.sum()), int(found.verifications.sum())
         row = dict(zip(CELL, (workload, seed, drafter, "argmax" if argmax else "sampled")))
@@ -68,11 +70,13 @@ def measure(workload: str, seed: int, drafter: str, argmax: bool, prompts: int) 
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"workloads": ["rooms"], "seeds": [0], "drafters": ["ngram"], "prompts": 1})
+    small = {"workloads": ["rooms"], "seeds": [0], "drafters": ["ngram"], "prompts": 1, "lengths": [1]}
+    parser = commands.Parser(__doc__, small=small)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
     parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="k")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
     a = parser.parse_args()
     rows = bench.read_rows(str(a.output)) if a.output.exists() else []
@@ -81,7 +85,7 @@ def main() -> None:
             print(f"{path}: not trained")
             continue
         for argmax in (False, True) if drafter in HEADS else (False,):
-            found = list(measure(workload, seed, drafter, argmax, a.prompts))
+            found = list(measure(workload, seed, drafter, argmax, a.prompts, a.lengths))
             cell = tuple(found[0][name] for name in CELL)
             rows = [row for row in rows if tuple(row[name] for name in CELL) != cell] + found
             write_rows(a.output, rows)

@@ -14,6 +14,7 @@ from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
 from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.models.qwen3 import PRESETS
 
 OUTPUT = pathlib.Path(__file__).parent / "costs.csv"
 FIELDS = ("kind", "batch", "k", "round", "seconds")
@@ -24,24 +25,25 @@ SLOTS, LAYERS = {"dspark": 7, "dflash": 8}, 2
 KINDS = (FREE, "eagle3", "mtp", "peagle", "dflash", "dspark")
 
 
-def options_of(kind: str) -> DraftOptions:
+def options_of(kind: str, draft_vocab: int) -> DraftOptions:
     """Return the options of a new draft of the sizes that are compared."""
-    vocab = 0 if kind in (FREE, "mtp") else DRAFT_VOCAB
+    vocab = 0 if kind in (FREE, "mtp") else draft_vocab
     return DraftOptions(kind, vocab_size=vocab, slots=SLOTS.get(kind, 7), layers=LAYERS)
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "batches": [1], "model": "small"})
+    parser = commands.Parser(__doc__, small={"rounds": 1, "batches": [1], "model": "nano_deep"})
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
-    parser.add_argument("--model", choices=MODELS, default="medium")
+    parser.add_argument("--model", choices=PRESETS | MODELS, default="medium")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
     a = parser.parse_args()
-    model, count = MODELS[a.model], RESPONSE // (max(LENGTHS) + 1) - WARM
+    model, count = (PRESETS | MODELS)[a.model], RESPONSE // (max(LENGTHS) + 1) - WARM
+    vocab = min(DRAFT_VOCAB, model.vocab)
     with bench.csv_writer(str(a.output), FIELDS) as write:
         for batch in a.batches:
             cases = {
-                kind: build(model, DRAFT_VOCAB, batch, "float32", (0, *LENGTHS), options=options_of(kind))
+                kind: build(model, vocab, batch, "float32", (0, *LENGTHS), options=options_of(kind, vocab))
                 for kind in KINDS
             }
             runs = {(FREE, 0): iteration(cases[FREE], 0, count)}

@@ -28,24 +28,24 @@ PLAIN, LENGTHS = "none", (1, 3, 5, 7)
 
 
 def rounds_of(
-    workload: str, seed: int, slots: int, drafters: list[str], prompts: int, rounds: int
+    workload: str, seed: int, slots: int, drafters: list[str], lengths: list[int], prompts: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one base at one number of slots."""
     cases = dict[Any, tuple[Any, ...]]()
     for drafter in drafters:
         config = config_of(workload, seed)
         path, kind = path_of(workload, seed, drafter), HEADS[drafter].kind
-        config.draft.update({"kind": kind, "path": path, "length": LENGTHS[-1]})
+        config.draft.update({"kind": kind, "path": path, "length": max(lengths)})
         config.draft.online = False
         config.rollout.num_slots, config.grpo.prompts_per_step = slots, prompts
-        _, rollout, _, weights, work = prepared(config, LENGTHS)
-        cases |= {(drafter, k): (rollout.engine, weights, work, FixedLength(k)) for k in LENGTHS}
+        _, rollout, _, weights, work = prepared(config, tuple(lengths))
+        cases |= {(drafter, k): (rollout.engine, weights, work, FixedLength(k)) for k in lengths}
         cases[PLAIN, 0] = (rollout.plain_engine, weights, work, None)
     for case in cases.values():
         timed(*case)
     for i, who in bench.in_turn(list(cases), rounds):
-        engine, weights, work, lengths = cases[who]
-        found, seconds = timed(engine, weights, work._replace(seed=i), lengths)
+        engine, weights, work, chosen = cases[who]
+        found, seconds = timed(engine, weights, work._replace(seed=i), chosen)
         yield dict(zip(("drafter", "k"), who)) | {
             "round": i,
             "tokens": int(found.response_length.sum()),
@@ -56,19 +56,30 @@ def rounds_of(
 def main() -> None:
     parser = commands.Parser(
         __doc__,
-        small={"workloads": ["rooms"], "seeds": [0], "slots": [1], "drafters": ["eagle3"], "prompts": 1, "rounds": 1},
+        small={
+            "workloads": ["rooms"],
+            "seeds": [0],
+            "slots": [1],
+            "drafters": ["eagle3"],
+            "lengths": [1],
+            "prompts": 1,
+            "rounds": 1,
+        },
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--slots", type=int, nargs="+", default=(1, 8))
     parser.add_argument("--drafters", nargs="+", choices=HEADS, default=["eagle3_1200", "dspark"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="k")
     parser.add_argument("--prompts", type=int, default=2, help="a slot, of each round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", default=str(OUTPUT), help="CSV file")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
         for workload, seed, slots in itertools.product(a.workloads, a.seeds, a.slots):
-            for row in rounds_of(workload, seed, slots, a.drafters, max(2, a.prompts * slots // 8), a.rounds):
+            for row in rounds_of(
+                workload, seed, slots, a.drafters, a.lengths, max(2, a.prompts * slots // 8), a.rounds
+            ):
                 write({"workload": workload, "seed": seed, "slots": slots} | row)
             jax.clear_caches()
 

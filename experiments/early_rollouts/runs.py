@@ -11,6 +11,7 @@ from experiments.rooms import bases
 from specrl_jax.config import from_config_dict
 from specrl_jax.core import Params
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Learner, Rollout, build, prepare
@@ -66,7 +67,14 @@ def open_versions(rate: float, seed: int, dtype: str = "float32", folder: str = 
       seed: of the run, and of the base and head that it began with.
       dtype: of the rollout weights.
       folder: of the run, the base and the head.
+    Raises:
+      InputError: the run is not finished.
     """
+    workdir = os.path.join(folder, run_name(rate, seed))
+    if not os.path.isdir(os.path.join(workdir, "checkpoints", str(STEPS))):
+        raise InputError(
+            f"{workdir}: no checkpoint of step {STEPS}; experiments/early_rollouts/README.md has its command"
+        )
     config = rlzero_tiny.get_config("rooms")
     config.seed = config.rollout.seed = seed
     config.policy.path, config.draft.path = (
@@ -78,4 +86,4 @@ def open_versions(rate: float, seed: int, dtype: str = "float32", folder: str = 
     learner, rollout = build(from_config_dict(config))
     stream = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
     workloads = [step_workload(rollout, next(stream)) for _ in range(STEPS)]
-    return Versions(learner, rollout, workloads, Checkpoints(os.path.join(folder, run_name(rate, seed)), STEPS))
+    return Versions(learner, rollout, workloads, Checkpoints(workdir, STEPS))

@@ -5,7 +5,7 @@ import csv
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import numpy as np
@@ -83,13 +83,19 @@ def distinct(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def csv_writer(path: str, fields: Sequence[str]) -> Iterator[Callable[[Row], None]]:
-    """Yield a function that writes one row and flushes it, so that an interrupted measurement keeps its rows."""
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
+    """Yield a function that writes one row and flushes it, so that an interrupted measurement keeps its rows.
+
+    The first row replaces an older file: a command that ends before has written nothing over it.
+    """
+    with contextlib.ExitStack() as ending:
+        file: TextIO | None = None
 
         def write(row: Row) -> None:
-            writer.writerow(row)
+            nonlocal file
+            if file is None:
+                file = ending.enter_context(open(path, "w", newline=""))
+                csv.DictWriter(file, fields, lineterminator="\n").writeheader()
+            csv.DictWriter(file, fields, lineterminator="\n").writerow(row)
             file.flush()
 
         yield write

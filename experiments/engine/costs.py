@@ -102,7 +102,15 @@ def plot_costs(path: str, figure_path: str) -> None:
 def main() -> None:
     models = MODELS | qwen3.PRESETS
     parser = commands.Parser(
-        __doc__, small={"model": "small", "batches": [1], "lengths": [1], "dtypes": ["float32"], "rounds": 1}
+        __doc__,
+        small={
+            "model": "nano_deep",
+            "draft_vocab": 40,
+            "batches": [1],
+            "lengths": [1],
+            "dtypes": ["float32"],
+            "rounds": 1,
+        },
     )
     parser.add_argument("--model", choices=models, default="medium", help="sizes; at least 7 layers")
     parser.add_argument("--draft-vocab", type=int, default=4000)

@@ -11,7 +11,7 @@ allows and whose synchronous step by turns fits in memory, and 90 % of them. Som
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -101,9 +101,9 @@ def quantiles(worlds: Sequence[Sequence[Row]]) -> list[Row]:
     return out
 
 
-def cases(kept: Sequence[paper.Calibrated]) -> list[Row]:
+def cases(kept: Sequence[paper.Calibrated], names: Collection[str]) -> list[Row]:
     rows = []
-    for case in grid.CASES:
+    for case in (case for case in grid.CASES if case.name in names):
         for drafts, k, tokens in (("none", 0, 1.0), (f"k = {case.k}", case.k, case.acceptance)):
             p, shared = points(DEVICES[case.name], k, tokens), {"case": case.name, "drafts": drafts}
             scenarios = [case.scenario(large.fused(c)) for c in kept]
@@ -111,8 +111,8 @@ def cases(kept: Sequence[paper.Calibrated]) -> list[Row]:
             rows += [shared | {"lengths": "fitted", "draws": len(fitting)} | r for r in quantiles(fitting)]
             tailed = [world_rows(long_tailed(case.scenario(large.fused(paper.calibrate()))), p)]
             rows += [shared | {"lengths": "long tail", "draws": 1} | r for r in quantiles(tailed)]
-    names = dict.fromkeys(name for r in rows for name in r)
-    return [{name: r.get(name, "") for name in names} for r in rows]
+    columns = dict.fromkeys(name for r in rows for name in r)
+    return [{name: r.get(name, "") for name in columns} for r in rows]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -150,14 +150,16 @@ def _chance(value: float | str) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 2})
+    parser = commands.Parser(__doc__, small={"draws": 1, "cases": ["8B"]})
     parser.add_argument("--draws", type=int, default=12, help="draws behind every interval that Table 1 allows")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and page")
+    names = [case.name for case in grid.CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
     a = parser.parse_args()
     hosts = public.calibrate()
     kept = paper.worlds(a.draws, {name: hosts.factors[name] for name in hosts.values}).kept
     rows = str(a.output / "updates.csv")
-    write_rows(rows, cases(kept))
+    write_rows(rows, cases(kept, a.cases))
     show_table(a.output, HERE, table(read_rows(rows)), "updates")
 
 

@@ -15,7 +15,7 @@ from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
 from experiments.traces.clocks import HERE, SLOTS
 from experiments.traces.record import LENGTHS
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
 
 DRAFT_VOCAB = 4000
 FIELDS = ("batch", "k", "round", "seconds")
@@ -42,13 +42,14 @@ def measure_costs(
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "model": "small", "slots": [1]})
+    parser = commands.Parser(__doc__, small={"rounds": 1, "model": "nano_deep", "slots": [1]})
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--model", choices=MODELS, default="medium")
+    parser.add_argument("--model", choices=PRESETS | MODELS, default="medium")
     parser.add_argument("--slots", type=int, nargs="+", default=SLOTS)
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "costs.csv")
     a = parser.parse_args()
-    measure_costs(a.output, MODELS[a.model], DRAFT_VOCAB, a.slots, LENGTHS, a.rounds)
+    model = (PRESETS | MODELS)[a.model]
+    measure_costs(a.output, model, min(DRAFT_VOCAB, model.vocab), a.slots, LENGTHS, a.rounds)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ HERE = pathlib.Path(__file__).parent
 LENGTHS = (0, 1, 2, 3, 5, 7)
 
 
-def record(workload: str, seed: int, prompts: int) -> Iterator[Trace]:
-    """Yield the traces of the rollouts of so many prompts at each of LENGTHS."""
+def record(workload: str, seed: int, prompts: int, lengths: list[int]) -> Iterator[Trace]:
+    """Yield the traces of the rollouts of so many prompts at each draft length."""
     config = config_of(workload, seed)
-    config.draft.length, config.grpo.prompts_per_step = LENGTHS[-1], prompts
-    _, rollout, _, weights, work = prepared(config, LENGTHS)
-    for k in LENGTHS:
+    config.draft.length, config.grpo.prompts_per_step = max(lengths), prompts
+    _, rollout, _, weights, work = prepared(config, tuple(lengths))
+    for k in lengths:
         # Each length has noise of its own, so that their rollouts are independent.
         found = rollout.engine.generate(
             weights, work.prompts, work.samples, work.seed * len(LENGTHS) + LENGTHS.index(k), lengths=FixedLength(k)
@@ -36,16 +36,17 @@ def record(workload: str, seed: int, prompts: int) -> Iterator[Trace]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"workloads": ["rooms"], "seeds": [0], "prompts": 1})
+    parser = commands.Parser(__doc__, small={"workloads": ["rooms"], "seeds": [0], "prompts": 1, "lengths": [1]})
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
+    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=LENGTHS, help="k")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "traces.csv", help="CSV file")
     a = parser.parse_args()
     traces = list[Trace]()
     for workload in a.workloads:
         for seed in a.seeds:
-            traces += record(workload, seed, a.prompts)
+            traces += record(workload, seed, a.prompts, a.lengths)
             jax.clear_caches()
             print(f"{workload}, seed {seed}: {len(traces)} rollouts", flush=True)
     write_traces(a.output, traces)

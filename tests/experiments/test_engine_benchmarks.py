@@ -79,6 +79,9 @@ def test_csv_rows_come_back_with_their_types(tmp_path):
         assert bench.read_rows(path) == rows[:1]  # an interrupted measurement keeps what it has
         write(rows[1])
     assert bench.read_rows(path) == rows
+    with pytest.raises(ZeroDivisionError), bench.csv_writer(path, ("who",)):
+        _ = 1 / 0
+    assert bench.read_rows(path) == rows  # what ends before its first row leaves the older file alone
 
 
 def cost_rows():

@@ -5,6 +5,7 @@ TABLE has the modules. A page that names another one, or an entry that no page n
 
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -13,10 +14,12 @@ from typing import NamedTuple
 
 import pytest
 
+from experiments import commands as small
 from experiments.engine.peers import save_random
+from specrl_jax.errors import InputError
 from specrl_jax.models.qwen3 import PRESETS
 from tests.helpers.runs import ROOT, finished_run, process_environment
-from tests.test_commands import PAGES, commands
+from tests.test_commands import PAGES
 
 
 class Runs(NamedTuple):
@@ -32,7 +35,7 @@ class Says(NamedTuple):
     line: str
 
 
-class Tested(NamedTuple):
+class RunBy(NamedTuple):
     """The test that runs a module at a small size."""
 
     file: str
@@ -41,11 +44,11 @@ class Tested(NamedTuple):
 OUTPUT = "--small --output out"
 STORED = Runs("")  # reads rows of the tree and draws them: takes seconds as it is
 # What minutes of training make, or another environment.
-NO_CHECKPOINTS = Says("--small", "no such file or folder|no checkpoint|no config.json")
+NO_CHECKPOINTS = Says("--small", "runs/early_1e-04_0: no checkpoint of step 9")
 TABLE = {
-    "accelerator": [Tested("test_accelerator.py")],
+    "accelerator": [RunBy("test_accelerator.py")],
     "accelerator.attention_parts": [Says("", "no GPU")],
-    "accelerator.constants": [Tested("test_accelerator_constants.py")],
+    "accelerator.constants": [RunBy("test_accelerator_constants.py")],
     "accuracy_parity.plot": [STORED],
     "async_lag.plot": [STORED],
     "demo.report": [STORED],
@@ -67,7 +70,7 @@ TABLE = {
     "engine.controller": [Runs()],
     "engine.costs": [Runs()],
     "engine.divergence": [Runs(OUTPUT)],
-    "engine.live": [Tested("test_live.py")],
+    "engine.live": [RunBy("test_live.py")],
     "engine.logprobs": [Runs()],
     "engine.memory": [Runs()],
     "engine.peers": [Runs(OUTPUT), Says(f"{OUTPUT} --tunix nowhere/python", "--tunix nowhere/python: No such file")],
@@ -79,19 +82,19 @@ TABLE = {
     "grpo_step.losses": [Says(f"{OUTPUT} --trl {sys.executable}", "--trl: (trl|torch): not installed")],
     "grpo_step.packing": [Runs(OUTPUT)],
     "grpo_step.rows": [Runs(OUTPUT)],
-    "kernels.run": [Tested("test_kernels_run.py"), Says("--output out", "a Hopper or newer GPU or a TPU is needed")],
-    "launch": [Tested("test_launch.py")],
+    "kernels.run": [RunBy("test_kernels_run.py"), Says("--output out", "a Hopper or newer GPU or a TPU is needed")],
+    "launch": [RunBy("test_launch.py")],
     "online_adaptation.report": [STORED],
     "online_adaptation.share": [Runs()],
     "quantized_rollouts.plot": [STORED],
     "report": [Runs("--output out"), Runs("--run runs/rlzero_tiny --output out")],
-    "reproduce": [Tested("test_reproduce.py"), Runs("--dry_run")],
+    "reproduce": [RunBy("test_reproduce.py"), Runs("--dry_run")],
     "rlzero_tiny.report": [STORED],
     "rlzero_tiny.speedup": [Runs(f"{OUTPUT} --workdir runs/rlzero_tiny")],
     "robustness.digest_cost": [Runs()],
     "robustness.faults": [Runs("--only nonfinite --output out")],
     "robustness.kills": [Runs(OUTPUT)],
-    "robustness.private_slurm": [Tested("test_private_slurm.py")],
+    "robustness.private_slurm": [RunBy("test_private_slurm.py")],
     "robustness.rewards": [Runs(f"{OUTPUT} --gsm8k runs/gsm8k"), Says("--gsm8k nowhere --output out", "nowhere")],
     "robustness.same_run": [Runs(f"--small --against {ROOT}")],
     "robustness.sandbox": [Runs()],
@@ -112,29 +115,71 @@ TABLE = {
 }
 # Programs that run under the Python of another environment, which a command of the table starts.
 PEERS = ("grpo_step.peer_trl", "grpo_step.peer_tunix", "grpo_step.losses_trl", "engine.peer_tunix")
-CASES = [(module, case) for module, cases in TABLE.items() for case in cases if not isinstance(case, Tested)]
-TESTED = [(module, case.file) for module, cases in TABLE.items() for case in cases if isinstance(case, Tested)]
+ENTRIES = [(module, case) for module, cases in TABLE.items() for case in cases]
+CASES = [(module, case) for module, case in ENTRIES if not isinstance(case, RunBy)]
 LARGE = 1 << 20  # bytes
 
 
-def named(folder):
-    """Return the modules of experiments/ that pages name."""
-    words = [command.words for page in PAGES for command in commands(page.read_text(), folder)[0]]
-    modules = {line[2] for line in words if line[:2] == ["python", "-m"] and len(line) > 2}
-    return {name.removeprefix("experiments.") for name in modules if name.startswith("experiments.")}
-
-
-def test_the_table_has_what_pages_name(tmp_path):
-    assert named(tmp_path) == TABLE.keys()
+def test_the_table_has_what_pages_name():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert {name.rstrip(".") for name in re.findall(r"python -m experiments\.([\w.]+)", text)} == TABLE.keys()
 
 
 @pytest.mark.parametrize(
-    ("module", "file"),
-    [(name, case.file) for name, cases in TABLE.items() for case in cases if isinstance(case, Tested)],
+    ("module", "file"), [(module, case.file) for module, case in ENTRIES if isinstance(case, RunBy)]
 )
 def test_a_module_with_a_test_of_its_own_is_in_it(module, file):
     text = (ROOT / "tests/experiments" / file).read_text()
     assert f"experiments.{module}" in text or module.rpartition(".")[2] in text.split("import", 1)[1]
+
+
+@pytest.fixture
+def parser(tmp_path, monkeypatch):
+    """A parser whose tree is a folder of the test."""
+    monkeypatch.setattr(small, "REPOSITORY", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments/a").mkdir(parents=True)
+    parser = small.Parser("Measure.", small={"rounds": 1, "policy": "nano"})
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--policy", required=True)
+    parser.add_argument("--output", default="experiments/a/rows.csv")
+    parser.add_argument("--figure", type=pathlib.Path, default=tmp_path / "experiments/a")
+    return parser
+
+
+def test_small_beats_the_sizes_of_a_page_and_leaves_the_results_alone(parser, tmp_path):
+    whole = parser.parse_args(["--policy", "runs/large", "--rounds", "7"])
+    assert (whole.rounds, whole.policy, whole.output) == (7, "runs/large", "experiments/a/rows.csv")
+    little = parser.parse_args(["--policy", "runs/large", "--rounds", "7", "--small"])
+    assert (little.rounds, little.policy, little.output) == (1, "nano", "runs/small/rows.csv")
+    assert little.figure == pathlib.Path("runs/small/a") and (tmp_path / "runs/small/a").is_dir()
+    # What lies elsewhere is where somebody said.
+    assert parser.parse_args(["--policy", "x", "--small", "--output", "runs/rows.csv"]).output == "runs/rows.csv"
+
+
+def test_a_small_size_of_no_option_is_found(parser):
+    with pytest.raises(AssertionError, match="no option --round"):
+        wrong = small.Parser("Measure.", small={"round": 1})
+        wrong.parse_args(["--small"])
+
+
+def test_what_a_command_lacks_is_one_line(capsys):
+    def refuse():
+        raise InputError("policy.path=runs/none: no such folder")
+
+    def read():
+        pathlib.Path("runs/none/rows.csv").read_text()
+
+    assert small.run(lambda: None) == 0 and small.run(lambda: 3) == 3
+    assert small.run(refuse) == 1 and small.run(read) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: policy.path=runs/none: no such folder"
+    assert second.startswith("error: runs/none/rows.csv: no such file or folder")
+    with (
+        pytest.raises(SystemExit, match=r"error: no_such_library: not installed for .*; needed: x==1"),
+        small.needed("x==1"),
+    ):
+        import no_such_library  # noqa: F401
 
 
 @pytest.fixture(scope="module")
