@@ -45,6 +45,8 @@ class TensorBoard(Tracker):
 class _Board(tensorboardX.SummaryWriter):
     """Writes in the caller's thread: its own dies of a full disk with a traceback, and its queue then blocks a run."""
 
+    file_writer: "_EventsFile | None"
+
     def _get_file_writer(self) -> "_EventsFile":
         if self.file_writer is None:
             self.file_writer = _EventsFile(self.logdir, self.purge_step)

@@ -23,7 +23,7 @@ from specrl_jax.data.prompts import AUTO, Schema, detect_schema, schema_names, s
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, printable
 from specrl_jax.io.workdir import recorded_config
 from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
@@ -65,7 +65,7 @@ class Machine(NamedTuple):
 
 def say(key: str, value: object, reason: str) -> dict[str, object]:
     """Print what is chosen for a key, and return it."""
-    print(f"{key} = {shown(value)}: {reason}")
+    print(printable(f"{key} = {shown(value)}: {reason}"))
     return {key: value}
 
 
@@ -141,6 +141,8 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
       detects: schemas are found in the files. A run that is resumed has that of its data already; what it validates on
         may have changed.
     """
+    if config.task == "generate" and config.generate.prompts:  # which are texts, and all that is read
+        return with_values(config, {"data.schema": "", "data.chat": "never"})
     d, e = config.data, config.eval
     alone = d.path and not e.path and not e.task and len(split_paths(d.path, "data.path")) == 1
     if alone and (found := own_validation(d.path)):
