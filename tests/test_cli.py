@@ -169,7 +169,8 @@ CONFIGS = {  # the content of a config file, and what its error line says after 
 
 
 @pytest.mark.parametrize(("number", "content"), enumerate(CONFIGS), ids=str)
-def test_a_mistake_in_a_config_file_is_named_by_the_file(call, tmp_path, no_work, number, content):
+def test_a_mistake_in_a_config_file_is_named_by_the_file(call, tmp_path, monkeypatch, no_work, number, content):
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)  # of an earlier call of this process
     path = tmp_path / f"config_{number}.py"
     path.write_text(content.replace("c = base()\n    c", "c = base(); c"))
     line = error_line(call(["main.py", "--config", str(path)]))
@@ -227,9 +228,9 @@ def test_what_takes_no_time_is_found_before_the_data_is_read(call, tmp_path, mon
         monkeypatch.setitem(sys.modules, "wandb", None)
         read.clear()
         assert_named(call, tmp_path / "run", [*shared, wrong], said)
-        assert len(read) < 1500, wrong
+        assert len(read) < 2500, wrong  # json.loads twice a row
     assert_named(call, files / "a_file/run", shared, "Not a directory")
-    assert len(read) < 3000
+    assert len(read) < 2500
 
 
 def assert_named(call, workdir, overrides, said):

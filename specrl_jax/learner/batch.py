@@ -91,7 +91,7 @@ def least_pass(packing: Packing) -> str:
     fewest, most = (shards * packing.row_tokens(n) for n in (1, packing.limit))
     if not 0 < asked < most:
         return ""
-    taken = f"{fewest} to {most}" if max(fewest, asked) < most else f"{most}"
+    taken = f"{max(fewest, asked)} to {most}" if fewest < most else f"{most}"
     rows = f"a row on each of {shards} shards" if shards > 1 else "one row"
     return f"grpo.microbatch_tokens={asked}: a pass takes {rows}, {taken} tokens by the longest rollout of a step"
 
