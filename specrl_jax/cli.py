@@ -39,13 +39,18 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_v
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    status = _run(sys.argv if argv is None else argv)
+    status, failed = 1, None
+    try:
+        status = _run(sys.argv if argv is None else argv)
+    except OSError as error:  # of a disk that is full, for example
+        failed = error
     try:
         sys.stdout.flush()
     except OSError as error:
+        if failed is None or failed.filename is None:
+            failed = OSError(error.errno, error.strerror, "standard output")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left, when Python ends
-        return status or fail(f"standard output: {error.strerror}")
-    return status
+    return max(status, fail(system_line(failed))) if failed else status
 
 
 def _run(argv: list[str]) -> int:
@@ -72,8 +77,6 @@ def _run(argv: list[str]) -> int:
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 128 + signal.SIGTERM
-    except OSError as error:  # of a disk that is full, for example
-        return fail(system_line(error))
     return 0
 
 

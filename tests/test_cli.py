@@ -205,6 +205,15 @@ def test_a_full_disk_of_any_task_is_one_line(call, tmp_path, monkeypatch):
     assert error_line(call(arguments(workdir=tmp_path))) == f"error: {tmp_path}/file: No space left on device\n"
 
 
+def test_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        full.write("the last line of a run")
+        monkeypatch.setattr(cli, "_run", lambda argv: 0)
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["main.py"]) == 1
+    assert capfd.readouterr().err == "error: standard output: No space left on device\n"
+
+
 def test_warnings_are_a_line_each_and_once_a_kind(capsys):
     show = one_line_warnings()
     for program in ("jit_f", "jit_g"):

@@ -18,7 +18,7 @@ SHOWN = 4  # sample rollouts
 class TensorBoard(Tracker):
     """Writes scalars, histograms and a few rollouts; what an earlier file has after the kept rows is not shown."""
 
-    name = "tensorboard/"
+    name = "tensorboard"
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig
+from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.validate import validate
 from specrl_jax.core import open_written
 from specrl_jax.data.prompts import holds_special
@@ -171,6 +172,7 @@ def load_generator(
         data=DataConfig(tokenizer=tokenizer),
     )
     validate(config)
+    check_chosen(config)
     if KINDS[draft.kind].has_weights and not draft.path:
         raise InputError(f"draft.path: no folder ''; draft.kind={draft.kind} is loaded from one")
     return make_generator(*build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})))

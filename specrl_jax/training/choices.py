@@ -130,7 +130,7 @@ def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
     """Return the config with the open values of the run that it resumes: data and memory may have changed since."""
     known = {key: recorded[key] for key in left_open(config) if key in recorded}
     if known:
-        print("as this run began: " + ", ".join(f"{key} = {shown(value)}" for key, value in known.items()))
+        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in known.items())))
     return with_values(config, known)
 
 
