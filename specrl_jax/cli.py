@@ -4,18 +4,23 @@
 
 NAME is a shipped config, as rlzero_tiny or mine; in a clone they are the files in configs/. The workdir defaults to
 runs/NAME (runs/NAME_variant), so the same command resumes its run. `--distributed` joins the other processes of a TPU
-pod, Kubernetes or MPI job; those of a Slurm job join by themselves.
+pod, Kubernetes or MPI job; those of a Slurm job join by themselves. A run whose files of data, rewards, policy or
+tokenizer were replaced is resumed only with `--changed_files`.
 """
 
 import dataclasses
+import functools
+import itertools
+import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from specrl_jax.accelerator_flags import find_accelerator, flags_for
 from specrl_jax.config import Config, from_config_dict, recipes
@@ -23,27 +28,36 @@ from specrl_jax.config.page import help_text, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line, one_line_warnings, system_line
 
 # Tasks that check the config together with what it names.
-TOGETHER = ("train", "evaluate", "benchmark", "draft_pretrain")
+TOGETHER = ("train", "evaluate", "benchmark", "draft_pretrain", "generate")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "NAME or FILE.py, and [:variant]")
+_CHANGED_FILES = flags.DEFINE_bool(
+    "changed_files", False, "resume although files of data, rewards, policy or tokenizer were replaced since"
+)
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "join the other processes of a job that is not Slurm's")
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    status = _run(sys.argv if argv is None else argv)
+    status, failed = 1, None
+    try:
+        status = _run(sys.argv if argv is None else argv)
+    except OSError as error:  # of a disk that is full, for example
+        failed = error
     try:
         sys.stdout.flush()
     except OSError as error:
+        if failed is None or failed.filename is None:
+            failed = OSError(error.errno, error.strerror, "standard output")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left, when Python ends
-        return status or fail(f"standard output: {error.strerror}")
-    return status
+    return max(status, fail(system_line(failed))) if failed else status
 
 
 def _run(argv: list[str]) -> int:
     """Run the command; print what it raises in a line."""
     # A config may import what lies in the current folder, which an installed command does not have on its path.
+    logging.getLogger("absl").setLevel(logging.ERROR)  # warnings of ml_collections and orbax, which errors repeat
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if {"--help", "-h", "-help", "--helpfull", "-helpfull"} & set(argv[1:]):
@@ -55,7 +69,7 @@ def _run(argv: list[str]) -> int:
         except InputError as error:
             _tell_others(error)
             raise
-        run(config, workdir, distributed=_DISTRIBUTED.value, given=_given())
+        run(config, workdir, distributed=_DISTRIBUTED.value, given=_given(), changed_files=_CHANGED_FILES.value)
     except (InputError, RunFailed) as error:
         return max(fail(str(line)) for line in error.args)
     except KeyboardInterrupt:  # before a task has begun, or in one without anything to save
@@ -64,8 +78,6 @@ def _run(argv: list[str]) -> int:
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 128 + signal.SIGTERM
-    except OSError as error:  # of a disk that is full, for example
-        return fail(system_line(error))
     return 0
 
 
@@ -75,17 +87,41 @@ def parse(argv: list[str]) -> tuple[Config, str]:
         rest = flags.FLAGS(recipes.with_found(argv))
         if len(rest) > 1:
             raise InputError(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value")
-        if _CONFIG.value is None:
+        if not _config_file(argv):
             raise InputError("--config is needed: python main.py --config configs/rlzero_tiny.py")
         # A file that is missing shows at the first access only.
-        _ = _CONFIG.value.task
+        config = _CONFIG.value
+        if type(config).__module__ == "builtins" or (config.task and not isinstance(config, ConfigDict)):
+            what = f"get_config returned {type(config).__name__}, not the ConfigDict of specrl_jax.base()"
+            raise InputError(f"--config {_config_file(argv)}: {what}")
     except InputError:
         raise
-    except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
-        raise InputError(unreadable(error) or one_line(error)) from None
+    except Exception as error:  # a config is a program
+        raise InputError(unreadable(error) or _located(error, argv)) from None
     # "configs/rlzero_tiny.py:smoke" -> "rlzero_tiny_smoke": a variant is another run.
     name = os.path.basename(config_flags.get_config_filename(flags.FLAGS["config"])).replace(".py", "", 1)
     return from_config_dict(_CONFIG.value), _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
+
+
+def _config_file(argv: Sequence[str]) -> str:
+    """Return the file of --config, without the variant; "" where it is not given."""
+    words = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    words += [after for word, after in itertools.pairwise(argv) if word == "--config"]
+    return words[-1].partition(":")[0] if words else ""
+
+
+def _located(error: Exception, argv: Sequence[str]) -> str:
+    """Return what an error means, with the file of --config, and the line where that is the user's mistake."""
+    file, said = _config_file(argv), one_line(error)
+    if "has no attribute 'get_config'" in said:
+        return f"--config {file}: it defines no get_config(arg=''), which returns the config"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == os.path.abspath(file)]
+    if isinstance(error, SyntaxError):
+        return f"--config {error.filename}:{error.lineno}: {error.msg}"
+    if not lines or isinstance(error, ValueError):  # get_config itself says what is wrong
+        return f"--config {file}: {said}" if "get_config()" in said or "not callable" in said else said
+    where, kind = f"--config {file}:{lines[-1]}", f"{type(error).__name__}: "
+    return f"{where}: {said.removeprefix('--config: ') if said.startswith('--config: ') else kind + said}"
 
 
 def _given() -> Collection[str]:
@@ -103,7 +139,13 @@ def _tell_others(mistake: InputError) -> None:
             raise mistake
 
 
-def run(config: Config, workdir: str, distributed: bool = False, given: Collection[str] = ()) -> None:
+def run(
+    config: Config,
+    workdir: str,
+    distributed: bool = False,
+    given: Collection[str] = (),
+    changed_files: bool = False,
+) -> None:
     """Check the config and run its task; `given`: keys that the command line sets.
 
     Raises InputError, RunFailed or Stopped.
@@ -135,10 +177,12 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
         config = fit_policy(config, given)
         if config.task not in TOGETHER:
             validate(config)
+        if changed_files and config.task != "train":
+            raise InputError(f"--changed_files is for a run of task=train that is resumed, not for task={config.task}")
         if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
     with leave_with_others(), within_memory(f"task={config.task}"):
-        tasks()[config.task](config, workdir)
+        tasks(changed_files)[config.task](config, workdir)
 
 
 def set_accelerator_flags() -> str:
@@ -160,7 +204,7 @@ def find_devices() -> None:
         raise InputError(f"JAX_PLATFORMS={asked}: {why}; unset it, or cpu") from None
 
 
-def tasks() -> dict[str, Callable[[Config, str], None]]:
+def tasks(changed_files: bool = False) -> dict[str, Callable[[Config, str], None]]:
     """Return what each value of `task` does."""
     from specrl_jax.tasks import (
         benchmark,
@@ -175,7 +219,7 @@ def tasks() -> dict[str, Callable[[Config, str], None]]:
     )
 
     return {
-        "train": train.run,
+        "train": functools.partial(train.run, changed_files=changed_files),
         "rollout": rollout.run,
         "evaluate": evaluate.run,
         "benchmark": benchmark.run,

@@ -66,9 +66,21 @@ def fail(message: str) -> int:
     What a file of a stranger put into it stays on the line, and steers no terminal.
     """
     shown = message if len(message) <= LONGEST else message[:LONGEST] + "..."
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {printable(shown)}", file=sys.stderr)
     return 1
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return text for a terminal: a character that would steer it, or break the line, as its escape code.
+
+    Everything that the project prints of a stranger's goes through here: responses, rewards' messages, data, files.
+
+    Args:
+      kept: characters that stay all the same, such as line breaks.
+    """
+    # Spaces of other scripts, and what joins letters and emoji, steer nothing.
+    kept += "\u00a0\u3000\u200c\u200d"
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line_warnings() -> Callable[..., None]:
@@ -79,7 +91,7 @@ def one_line_warnings() -> Callable[..., None]:
         text = re.sub(" for '[^']*'", "", " ".join(str(message).split()))
         if text not in shown:
             shown.add(text)
-            print(f"warning: {text}", file=sys.stderr)
+            print(f"warning: {printable(text)}", file=sys.stderr)
 
     return show
 

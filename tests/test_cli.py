@@ -1,5 +1,7 @@
 """Bad input: exit status 1, one line that names the key or the file, before any work, and nothing half-written."""
 
+import errno
+import functools
 import json
 import re
 import shutil
@@ -19,6 +21,7 @@ from specrl_jax.config.page import values
 from specrl_jax.config.schema import keys
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.errors import one_line_warnings
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
@@ -148,6 +151,106 @@ def test_ctrl_c_before_a_task_begins_leaves_in_one_line(call, tmp_path, monkeypa
 
     monkeypatch.setattr(cli, "run", interrupted)
     assert call(arguments(workdir=tmp_path)) == (130, "", "stopped at once; nothing more was saved\n")
+
+
+CONFIGS = {  # the content of a config file, and what its error line says after the file's name
+    "x = 1": ": it defines no get_config(arg='')",
+    "def get_config(arg=''): return {'task': 'train'}": ": get_config returned dict, not the ConfigDict",
+    "def get_config(arg=''): return None": ": get_config returned NoneType",
+    "def get_config(arg=''):\n    import nothing_here": ":2: ModuleNotFoundError: No module named 'nothing_here'",
+    "import nothing_here": ":1: ModuleNotFoundError",
+    "def get_config(arg='':": ":1: ",
+    "def get_config(arg=''): return undefined": ":1: NameError: name 'undefined' is not defined",
+    "def get_config(): return 3": ": get_config",
+    "from specrl_jax import base\ndef get_config(arg=''):\n    c = base()\n    c.policy.pth = ''": (
+        ":3: there is no key 'pth'; did you mean 'path'?"
+    ),
+}
+
+
+@pytest.mark.parametrize(("number", "content"), enumerate(CONFIGS), ids=str)
+def test_a_mistake_in_a_config_file_is_named_by_the_file(call, tmp_path, monkeypatch, no_work, number, content):
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)  # of an earlier call of this process
+    path = tmp_path / f"config_{number}.py"
+    path.write_text(content.replace("c = base()\n    c", "c = base(); c"))
+    line = error_line(call(["main.py", "--config", str(path)]))
+    assert line.startswith(f"error: --config {path}{CONFIGS[content]}"), line
+
+
+@pytest.mark.parametrize(
+    ("platform", "error", "said"),
+    [
+        ("cuda", AssertionError(), "JAX_PLATFORMS=cuda: no driver, device or jax plugin of cuda is here; unset it"),
+        (
+            "tpu",
+            RuntimeError("Unable to\nopen libtpu.so (set JAX_PLATFORMS='' to"),
+            "JAX_PLATFORMS=tpu: Unable to open",
+        ),
+    ],
+)
+def test_a_platform_that_is_not_here_is_named(call, tmp_path, monkeypatch, no_work, platform, error, said):
+    def devices():
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    monkeypatch.setattr(jax, "devices", devices)
+    assert_refused(call, tmp_path, [], [said])
+
+
+def test_a_full_disk_of_any_task_is_one_line(call, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", f"{tmp_path}/file")
+
+    monkeypatch.setattr(cli, "run", full)
+    assert error_line(call(arguments(workdir=tmp_path))) == f"error: {tmp_path}/file: No space left on device\n"
+
+
+def test_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        full.write("the last line of a run")
+        monkeypatch.setattr(cli, "_run", lambda argv: 0)
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["main.py"]) == 1
+    assert capfd.readouterr().err == "error: standard output: No space left on device\n"
+
+
+def test_warnings_are_a_line_each_and_once_a_kind(capsys):
+    show = one_line_warnings()
+    for program in ("jit_f", "jit_g"):
+        show(UserWarning(f"Error writing persistent compilation cache entry for '{program}': OSError:\n full"), None)
+    assert capsys.readouterr().err == "warning: Error writing persistent compilation cache entry: OSError: full\n"
+
+
+def test_what_takes_no_time_is_found_before_the_data_is_read(call, tmp_path, monkeypatch, no_work, files):
+    """Of the data only the first rows are read then, for mistakes in them."""
+    data, read = tmp_path / "long.jsonl", []
+    data.write_text("".join(f'{{"prompt": "{i}+1", "answer": "2"}}\n' for i in range(3000)))
+    monkeypatch.setattr(
+        json, "loads", functools.partial(lambda real, *a, **k: (read.append(1), real(*a, **k))[1], json.loads)
+    )
+    shared = [f"data.path={data}", f"eval.path={files}/good.jsonl"]
+    for wrong, said in {
+        "policy.path=checkpoints/nowhere": "policy.path",
+        "draft.path=checkpoints/nowhere": "draft.path",
+        "logging.wandb_project=p": "logging.wandb_project=p",
+    }.items():
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        read.clear()
+        assert_named(call, tmp_path / "run", [*shared, wrong], said)
+        assert len(read) < 2500, wrong  # json.loads twice a row
+    assert_named(call, files / "a_file/run", shared, "Not a directory")
+    assert len(read) < 2500
+
+
+def assert_named(call, workdir, overrides, said):
+    lines = error_lines(call(arguments(*(f"--config.{o}" for o in overrides), workdir=workdir)))
+    assert len(lines) == 1 and said in lines[0], lines
+
+
+@pytest.mark.parametrize("task", ["evaluate", "dry_run", "generate"])
+def test_files_may_change_only_where_a_run_is_resumed(call, tmp_path, no_work, task):
+    overrides = ["--changed_files", f"--config.task={task}", "--config.dry_run.devices=8"]
+    assert_refused(call, tmp_path, overrides, ["--changed_files is for a run of task=train", f"task={task}"])
 
 
 def test_a_config_is_needed(call):

@@ -1,4 +1,6 @@
-"""Masked sums, means as (sum, count), and shifts."""
+"""Masked sums, means as (sum, count), shifts, and files that cannot be written."""
+
+import os
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl_jax.core import Mean, masked_max, masked_mean, shift_left
+from specrl_jax.core import Mean, atomic_write, masked_max, masked_mean, naming, shift_left
 
 
 @pytest.mark.parametrize("outside", [np.nan, np.inf, -np.inf])
@@ -66,3 +68,36 @@ def test_shift_left_moves_and_fills_with_zeros():
     x = jnp.arange(6.0).reshape(1, 3, 2)
     np.testing.assert_array_equal(shift_left(x, 1)[0], [[2, 3], [4, 5], [0, 0]])
     np.testing.assert_array_equal(shift_left(x, 3)[0], np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "file"),
+    [
+        (OSError(28, "No space left on device"), 28, "a/file"),
+        (OSError(28, "No space left on device", "b"), 28, "b"),
+        (ValueError("Error while serializing: I/O error: File too large (os error 27)"), 27, "a/file"),
+        (ValueError("Failed writing: \"d\": to file 4: No space [os_error_code='28']"), 28, "a/file"),
+    ],
+)
+def test_what_the_system_refuses_names_the_file(error, number, file):
+    """Also by libraries that raise errors of their own: safetensors, tensorstore."""
+    with pytest.raises(OSError) as found, naming("a/file"):
+        raise error
+    assert (found.value.errno, found.value.filename) == (number, file)
+    assert found.value.strerror == os.strerror(number) or error.args[1:] == ("No space left on device",)
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), ValueError("3 of 4 written"), KeyError("a")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as found, naming("a/file"):
+        raise error
+    assert found.value is error
+
+
+def test_a_file_that_could_not_be_replaced_stays(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(OSError, match="No space"), atomic_write(str(path)) as file:
+        file.write("half")
+        raise OSError(28, "No space left on device")
+    assert path.read_text() == "old" and [x.name for x in tmp_path.iterdir()] == ["a.json"]

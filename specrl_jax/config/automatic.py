@@ -42,5 +42,5 @@ def left_open(config: Config) -> list[str]:
 def check_chosen(config: Config) -> None:
     """Raise InputError naming each key that nothing has chosen."""
     if keys := left_open(config):
-        chosen = "task=train, evaluate, benchmark and draft_pretrain choose it, and task=export reads it from the run"
+        chosen = "most tasks choose it, and task=export reads it from the run"
         raise InputError(*(f"{key}={value_of(config, key)}: needs a value; {chosen}" for key in keys))

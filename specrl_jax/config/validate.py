@@ -302,6 +302,13 @@ def _train(config: Config) -> None:
             f"steps={config.steps}: at most {most} steps of {rollouts} rollouts (grpo.sampling_rounds x "
             "(grpo.prompts_per_step + grpo.oversample) x grpo.group_size) have noise of their own"
         )
+    r = config.rollout
+    for key, greedy, value in (("temperature", r.temperature == 0, r.temperature), ("top_k", r.top_k == 1, r.top_k)):
+        if greedy:
+            raise InputError(
+                f"rollout.{key}={value}: all responses to a prompt would be its greedy one, which teaches nothing; "
+                "leave 1.0 for the temperature and 0 for top_k (eval.temperature may be 0)"
+            )
     if draft.compare_rounds == 1:
         raise InputError("draft.compare_rounds=1: 0 (none), or 2 to 1000 is needed for an interval")
 
@@ -335,7 +342,7 @@ def _benchmark(config: Config) -> None:
 
 def _dry_run(config: Config) -> None:
     if not config.dry_run.devices and -1 in vars(config.mesh).values():
-        raise InputError("dry_run.devices=0: with a mesh axis of -1 (the rest) the number of devices is needed")
+        raise InputError("dry_run.devices=0: the number of devices to compile for is needed, such as 1 or 8")
 
 
 # What a task needs beside what all of them need.

@@ -5,7 +5,11 @@ import math
 import os
 import time
 
+from jax.sharding import Mesh
+
 from specrl_jax.config import Config
+from specrl_jax.config.automatic import left_open
+from specrl_jax.data.prompts import AUTO
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
@@ -15,7 +19,11 @@ from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import TARGETS, compiler_of
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.plan import Plan, make_plan
+from specrl_jax.training.build import find_tokenizer
+from specrl_jax.training.choices import Machine, choose_formats
+from specrl_jax.training.inputs import with_sizes
+from specrl_jax.training.plan import Plan, make_plan, policy_sizes
+from specrl_jax.training.problems import load_problems
 
 
 def dry_run(config: Config, workdir: str) -> Report:
@@ -33,7 +41,8 @@ def dry_run(config: Config, workdir: str) -> Report:
     target = TARGETS[config.dry_run.target]
     compiler = compiler_of(target)
     mesh = make_mesh(dataclasses.asdict(config.mesh), compiler.devices(count_devices(config)))
-    plan = make_plan(without_files(config), mesh, memory=int(target.share * target.memory))
+    memory = int(target.share * target.memory)
+    plan = make_plan(without_files(with_chosen(config, mesh, memory)), mesh, memory=memory)
     try:
         os.makedirs(workdir, exist_ok=True)
     except OSError as error:
@@ -78,6 +87,21 @@ def with_layers(plan: Plan, layers: int) -> Plan:
 def count_devices(config: Config) -> int:
     """Return dry_run.devices, or the size of the mesh."""
     return config.dry_run.devices or math.prod(dataclasses.asdict(config.mesh).values())
+
+
+def with_chosen(config: Config, mesh: Mesh, memory: int) -> Config:
+    """Return the training run with what it leaves open, as it would choose it on the target, from policy and data."""
+    config = dataclasses.replace(config, task="train")
+    if not left_open(config):
+        return config
+    if not memory:
+        keys, target = ", ".join(left_open(config)), config.dry_run.target
+        raise InputError(f"dry_run.target={target}: it has no memory, by which a run would choose {keys}: set them")
+    model = policy_sizes(config.policy)
+    tokenizer = find_tokenizer(config, model.vocab)
+    config = choose_formats(config, tokenizer, config.data.schema == AUTO)
+    problems = load_problems(config, tokenizer)
+    return with_sizes(config, model, Machine(mesh, memory), problems=problems, tokenizer=tokenizer)
 
 
 def without_files(config: Config) -> Config:

@@ -16,7 +16,7 @@ from specrl_jax import distributed
 from specrl_jax.data.splits import data_files
 from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import flatten, may_change
-from specrl_jax.rewards.function import file_of
+from specrl_jax.rewards.function import source_of
 
 DATA = ("data.path", "eval.path")  # files and folders, separated by commas
 NAMES = ("reward.name", "environment.name")  # some of files, separated by commas
@@ -52,7 +52,7 @@ def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
         "the source of specrl_jax": _source(),
     }
     found |= values | {"--workdir": os.path.abspath(workdir)}
-    return found | dict(_files(values))
+    return found | {f"the content of {key}={path}": what for key, path, what in _files(values)}
 
 
 def worker_facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
@@ -63,24 +63,40 @@ def worker_facts(config: Mapping[str, object], workdir: str) -> dict[str, object
     return {name: value for name, value in found.items() if name != "task" and not may_change(name)}
 
 
-def _files(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (name, digest) of each file that the config names."""
+def named_files(config: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """Return size and sampled digest of every file that a config names, by "KEY=VALUE" and the file's path."""
+    values, found = flatten(config), dict[str, dict[str, str]]()
+    for key, path, what in _files(values, SAMPLED):
+        found.setdefault(f"{key}={values[key]}", {})[path] = what
+    return found
+
+
+def _files(values: Mapping[str, object], sampled: int | None = None) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, path, size and digest) of each file that the config names.
+
+    Args:
+      sampled: larger files are sampled, in bytes; None: only those of folders with weights.
+    """
     for key in DATA:
         for path in filter(None, map(str.strip, str(values[key]).split(","))):
             # A file that is missing in one process is missing among its facts.
             with contextlib.suppress(InputError):
                 for file in filter(os.path.isfile, data_files(path, key)):
-                    yield f"the content of {key}={file}", digest(file)
+                    yield key, file, _content(file, sampled)
     for key in NAMES:
-        for path in filter(None, map(file_of, map(str.strip, str(values[key]).split(",")))):
+        for path in filter(None, map(source_of, map(str.strip, str(values[key]).split(",")))):
             if os.path.isfile(path):
-                yield f"the content of {key}={path}", digest(path)
+                yield key, path, _content(path, sampled)
     for key in FOLDERS:
         folder = str(values[key])
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
             path = os.path.join(folder, name)
             if os.path.isfile(path):
-                yield f"the content of {key}={path}", f"{os.path.getsize(path)} bytes, {digest(path, SAMPLED)}"
+                yield key, path, _content(path, SAMPLED)
+
+
+def _content(path: str, sampled: int | None) -> str:
+    return f"{os.path.getsize(path)} bytes, {digest(path, sampled)}"
 
 
 def digest(path: str, sampled: int | None = None) -> str:

@@ -63,7 +63,7 @@ def read(path: str, abstract_state: Tree) -> tuple[Tree, HostState]:
     Raises InputError where another state was saved, Damaged where it is not as it was saved; in all processes alike.
     """
     record = _fitting_record(path, abstract_state, whole=True)
-    values = _in_all("values", lambda: _read_values(path, record))
+    values = _in_all("values", lambda: read_values(path, record))
     arrays = _in_all("arrays", lambda: _read_arrays(path, record))
     handler, args = ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(abstract_state)
     state = _in_all("state", lambda: _restored(path, "state", handler, args))
@@ -133,7 +133,8 @@ def _leaf(found: Sequence[Any]) -> LeafDigest:
     return LeafDigest(dtype, tuple(shape), digest)
 
 
-def _read_values(path: str, record: Record) -> dict[str, Any]:
+def read_values(path: str, record: Record) -> dict[str, Any]:
+    """Return the JSON of a checkpoint. Raise Damaged where it is not as saved."""
     values = _restored(path, "values", ocp.JsonCheckpointHandler())
     if json_digest(values) != record.values:
         raise Damaged("not as saved")

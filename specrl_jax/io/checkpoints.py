@@ -23,6 +23,7 @@ from specrl_jax.io.checkpoint_reader import (
     read,
     read_part,
     read_record,
+    read_values,
     record_json,
 )
 from specrl_jax.io.digests import array_digests, device_digests, json_digest
@@ -136,6 +137,12 @@ class Checkpoints:
                 read_record(self._path(step))
                 return step
         return None
+
+    def host_values(self, step: int) -> dict[str, Any]:
+        """Return the JSON values of one step, without the arrays; {} where they are damaged, as `restore` finds."""
+        with contextlib.suppress(Damaged):
+            return read_values(self._path(step), read_record(self._path(step)))
+        return {}
 
     def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, HostState]:
         """Return (state with the shardings of `abstract_state`, host part) of one step.

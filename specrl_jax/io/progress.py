@@ -12,6 +12,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
+from specrl_jax.errors import printable
 from specrl_jax.io.memory import within_memory
 from specrl_jax.io.signals import raise_once_set
 
@@ -30,11 +31,11 @@ class CompileClock:
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []  # beginning and end, of which some lie within or beside others
 
-    def listen(self, event: str, seconds: float, **_: object) -> None:
+    def listen(self, event: str, duration_secs: float, **_: object) -> None:
         """Note an event of jax that has just ended."""
         if event.startswith("/jax/core/compile/"):
             now = time.perf_counter()
-            self._spans.append((now - seconds, now))
+            self._spans.append((now - duration_secs, now))
 
     def seconds(self, since: float) -> float:
         """Return the seconds after `since` in which something was compiled."""
@@ -124,7 +125,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line above the live one, unbroken: a terminal wraps it where it must."""
-        self.console.print(line, soft_wrap=True)
+        self.console.print(printable(line), soft_wrap=True)
 
     def say_compiled(self, program: object, seconds: float) -> None:
         self.say(f"engine program {program}: {seconds:.1f} s")

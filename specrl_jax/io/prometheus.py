@@ -19,7 +19,7 @@ class PrometheusPage(Tracker):
     Raises InputError where the port cannot be had.
     """
 
-    name = "logging.prometheus_port"
+    name = "prometheus"
 
     def __init__(self, port: int) -> None:
         self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, prometheus_client.Gauge]()

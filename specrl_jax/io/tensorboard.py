@@ -18,7 +18,7 @@ SHOWN = 4  # sample rollouts
 class TensorBoard(Tracker):
     """Writes scalars, histograms and a few rollouts; what an earlier file has after the kept rows is not shown."""
 
-    name = "tensorboard/"
+    name = "tensorboard"
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -44,6 +44,8 @@ class TensorBoard(Tracker):
 
 class _Board(tensorboardX.SummaryWriter):
     """Writes in the caller's thread: its own dies of a full disk with a traceback, and its queue then blocks a run."""
+
+    file_writer: "_EventsFile | None"
 
     def _get_file_writer(self) -> "_EventsFile":
         if self.file_writer is None:

@@ -17,7 +17,7 @@ class WandbRun(Tracker):
     Raises InputError if the package is missing or does not open the run: the config asks for it.
     """
 
-    name = "Weights & Biases"
+    name = "wandb"
 
     def __init__(self, project: str, workdir: str, config: dict[str, object]) -> None:
         path, self._config = pathlib.Path(workdir, "wandb_id"), config

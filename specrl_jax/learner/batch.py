@@ -85,6 +85,17 @@ class Packing(NamedTuple):
         return self.num_shards * microbatches * math.ceil(units / microbatches)
 
 
+def least_pass(packing: Packing) -> str:
+    """Return how many tokens a pass takes where that can be more than microbatch_tokens; "" where it cannot."""
+    asked, shards = packing.microbatch_tokens, packing.num_shards
+    fewest, most = (shards * packing.row_tokens(n) for n in (1, packing.limit))
+    if not 0 < asked < most:
+        return ""
+    taken = f"{max(fewest, asked)} to {most}" if fewest < most else f"{most}"
+    rows = f"a row on each of {shards} shards" if shards > 1 else "one row"
+    return f"grpo.microbatch_tokens={asked}: a pass takes {rows}, {taken} tokens by the longest rollout of a step"
+
+
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -63,6 +63,18 @@ def file_of(path: str) -> str:
     return module if module.endswith(".py") else ""
 
 
+def source_of(path: str) -> str:
+    """Return the file in which a reward or environment is, by whichever name it has; "" for built-in ones."""
+    module, _, _ = path.rpartition(":")
+    if module.endswith(".py") or not module:
+        return module
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # reported where it is loaded
+        return ""
+    return (found and found.origin) or ""
+
+
 def _load_file(path: str) -> types.ModuleType:
     """Import a file once, with its folder importable, as when Python runs it."""
     path = os.path.abspath(path)

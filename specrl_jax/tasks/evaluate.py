@@ -11,6 +11,7 @@ import rich.table
 from specrl_jax.config import Config
 from specrl_jax.core import open_written
 from specrl_jax.data.problem import Problem
+from specrl_jax.errors import printable
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
@@ -54,7 +55,7 @@ def evaluate_policy(
         json.dump(summary, file, indent=2)
     result.write(os.path.join(workdir, "generations.jsonl"), rollout.tokenizer, problems.validation)
     if warning := result.scores.warning():
-        print(warning)
+        print(printable(warning))
     print_evaluation(summary, problems.validation, rollout.eval_engine.draft_length)
     print(json.dumps(summary))
 

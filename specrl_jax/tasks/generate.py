@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig
+from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.validate import validate
 from specrl_jax.core import open_written
 from specrl_jax.data.prompts import holds_special
@@ -18,18 +19,18 @@ from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
-from specrl_jax.decoding.engine import Engine, check_prompts
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, printable
 from specrl_jax.io import rollout_html
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
-from specrl_jax.io.workdir import open_workdir, try_workdir
+from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, Rollout, build
 from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import response_texts, speculation_metrics
-from specrl_jax.training.problems import load_problems
 
 # Shapes and sampling of a generator unless it is told others.
 DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, num_slots=16)
@@ -37,20 +38,15 @@ DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, 
 
 def run(config: Config, workdir: str) -> None:
     """task=generate: answer generate.prompts, or the validation problems, into generations.jsonl."""
-    learner, rollout = build(config)
-    try_workdir(workdir, dataclasses.asdict(config))
-    prompts = list(config.generate.prompts)
-    if prompts:
-        special = [holds_special("generate.prompts", x, rollout.tokenizer, config.data.special_tokens) for x in prompts]
-        if any(special):
-            print(f"generate.prompts: {sum(special)} hold the text of a special token, which stays text")
-        check_prompts([rollout.tokenizer.encode(prompt) for prompt in prompts], config.rollout.max_prompt_tokens)
-    else:
-        problems = load_problems(config, rollout.tokenizer, train=False)
-        prompts = [problem.prompt for problem in problems.evaluation]
-    open_workdir(workdir, dataclasses.asdict(config))
-    with stopped_as("nothing of a generation is kept; the same command starts anew"):
-        generate(make_generator(learner, rollout), prompts, config, workdir, stop_on_signal())
+    says = stopped_as("nothing of a generation is kept; the same command starts anew")
+    with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
+        prompts = [problem.prompt for problem in inputs.problems.evaluation]
+        if config.generate.prompts:
+            how = inputs.tokenizer, config.data.special_tokens
+            if special := sum(holds_special("generate.prompts", prompt, *how) for prompt in prompts):
+                print(f"generate.prompts: {special} hold the text of a special token, which stays text")
+        open_workdir(workdir, dataclasses.asdict(inputs.config))
+        generate(make_generator(*inputs.build()), prompts, inputs.config, workdir, stop_on_signal())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -176,6 +172,7 @@ def load_generator(
         data=DataConfig(tokenizer=tokenizer),
     )
     validate(config)
+    check_chosen(config)
     if KINDS[draft.kind].has_weights and not draft.path:
         raise InputError(f"draft.path: no folder ''; draft.kind={draft.kind} is loaded from one")
     return make_generator(*build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})))
@@ -215,6 +212,6 @@ def generate(generator: Generator, prompts: Sequence[str], config: Config, workd
     with open_written(os.path.join(workdir, "generation.json")) as file:
         json.dump(summary, file, indent=2)
     for i in range(min(4, len(out.texts))):
-        print(f"--- {out.prompts[i]!r}\n{out.texts[i]}")
+        print(f"--- {printable(repr(out.prompts[i]))}\n{printable(out.texts[i], kept=chr(10) + chr(9))}")
     print(json.dumps(summary))
     print(f"{len(out.texts)} answers: {path}")

@@ -18,26 +18,30 @@ from specrl_jax.io.wandb import WandbRun
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
+from specrl_jax.training.resume import check_files
 from specrl_jax.workers.engine import with_workers
 from specrl_jax.workers.processes import open_workers
 
 
-def run(config: Config, workdir: str) -> None:
-    """Train, or resume the run in `workdir`; print the closing table and plot the run."""
-    for _ in train(config, workdir, stop_on_signal()):
+def run(config: Config, workdir: str, changed_files: bool = False) -> None:
+    """Train, or resume the run in `workdir`; print the closing table and plot the run. `changed_files`: see `train`."""
+    for _ in train(config, workdir, stop_on_signal(), changed_files=changed_files):
         pass
     if is_first_process():
         rows = read_metrics(workdir)
         print_report(rows, config.draft.length, plot_run(rows, workdir))
 
 
-def train(config: Config, workdir: str, stop: threading.Event | None = None) -> Iterator[Row]:
+def train(
+    config: Config, workdir: str, stop: threading.Event | None = None, *, changed_files: bool = False
+) -> Iterator[Row]:
     """Train, or resume the run in `workdir`; yield the metrics of each step (docs/metrics.md).
 
     Row 0 is the evaluation before training. The workdir gets the same files as those of the command.
 
     Args:
       stop: once set, the run saves the last finished step and raises Stopped.
+      changed_files: resume although files that the config names were replaced since.
 
     Raises:
       InputError: for a config, file or workdir that is wrong.
@@ -56,8 +60,9 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
     """
     with contextlib.ExitStack() as ending:
         trackers = ending.enter_context(contextlib.closing(Trackers()))
+        checking = functools.partial(check_files, workdir, changed=changed_files)
         opening = functools.partial(open_trackers, trackers, workdir)
-        inputs = ending.enter_context(open_inputs(config, workdir, opening=opening))
+        inputs = ending.enter_context(open_inputs(config, workdir, checking=checking, opening=opening))
         assert inputs.scorer is not None  # it was asked for
         trackers.tell(lambda tracker: tracker.configure(dataclasses.asdict(inputs.config)))
         with refused_together():

@@ -24,7 +24,7 @@ from specrl_jax.data.schemas import AUTO, Schema, detect_schema, schema_names
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
-from specrl_jax.errors import InputError, Mistakes
+from specrl_jax.errors import InputError, Mistakes, printable
 from specrl_jax.io.workdir import recorded_config
 from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
@@ -66,7 +66,7 @@ class Machine(NamedTuple):
 
 def say(key: str, value: object, reason: str) -> dict[str, object]:
     """Print what is chosen for a key, and return it."""
-    print(f"{key} = {shown(value)}: {reason}")
+    print(printable(f"{key} = {shown(value)}: {reason}"))
     return {key: value}
 
 
@@ -131,7 +131,7 @@ def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
     """Return the config with the open values of the run that it resumes: data and memory may have changed since."""
     known = {key: recorded[key] for key in left_open(config) if key in recorded}
     if known:
-        print("as this run began: " + ", ".join(f"{key} = {shown(value)}" for key, value in known.items()))
+        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in known.items())))
     return with_values(config, known)
 
 
@@ -142,6 +142,8 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
       detects: schemas are found in the files. A run that is resumed has that of its data already; what it validates on
         may have changed.
     """
+    if config.task == "generate" and config.generate.prompts:  # which are texts, and all that is read
+        return with_values(config, {"data.schema": "", "data.chat": "never"})
     d, e = config.data, config.eval
     alone = d.path and not e.path and not e.task and len(split_paths(d.path, "data.path")) == 1
     if alone and (found := own_validation(d.path)):

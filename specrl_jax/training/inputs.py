@@ -17,10 +17,19 @@ from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.distributed import agree, exchange, is_first_process, refused_together
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import has_begun, try_workdir
+from specrl_jax.learner.batch import least_pass
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import learner_devices, make_mesh
-from specrl_jax.training.build import Learner, Rollout, find_tokenizer, make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import (
+    Learner,
+    Rollout,
+    find_tokenizer,
+    make_learner,
+    make_packing,
+    make_rollout,
+    make_scorer,
+)
 from specrl_jax.training.cache_size import device_memory
 from specrl_jax.training.choices import (
     Machine,
@@ -82,6 +91,7 @@ def open_inputs(
     workdir: str,
     train: bool = True,
     rewards: bool = True,
+    checking: Callable[[Config], None] = lambda config: None,
     opening: Callable[[Config], None] = lambda config: None,
 ) -> Iterator[Inputs]:
     """Check a config, read what it names, choose what it leaves open, and start the rewards. Processes do it together.
@@ -90,6 +100,7 @@ def open_inputs(
 
     Args:
       workdir: where a run that is resumed has written what it chose.
+      checking: raises InputError for what else is wrong, in the first process before the data is read.
       opening: called in the first process before the data is read, where nothing was wrong until then.
       train: whether training problems are needed.
       rewards: whether a scorer is needed.
@@ -104,11 +115,22 @@ def open_inputs(
     with contextlib.ExitStack() as ending:
         with refused_together():
             sizes = shared[0][0], min(memory for _, memory in shared)
-            found = _find(config, workdir, *sizes, train, rewards, opening, ending)
+            found = _find(config, workdir, *sizes, train, rewards, (checking, opening), ending)
         if any(len(group) > 1 for group in found.plan.groups.groups):
             # One engine of several processes has one number of pages, whatever memory each of them found.
             agree({"rollout.cache_gb, in pages": [found.plan.limits.pages, found.plan.eval_limits.pages]})
         yield found
+
+
+def with_sizes(
+    config: Config, model: Qwen3Config, machine: Machine, *, problems: Problems, tokenizer: Tokenizer
+) -> Config:
+    """Return the config with the sizes that it leaves open, by the problems and the machine."""
+    if not left_open(config):
+        return config
+    config = choose_sizes(config, model, machine, measure(*problems.texts(), tokenizer))
+    validate(config)
+    return config
 
 
 def _find(
@@ -118,7 +140,7 @@ def _find(
     memory: int,
     train: bool,
     rewards: bool,
-    opening: Callable[[Config], None],
+    calls: tuple[Callable[[Config], None], Callable[[Config], None]],
     ending: contextlib.ExitStack,
 ) -> Inputs:
     mistakes = Mistakes()
@@ -150,9 +172,10 @@ def _find(
     if is_first_process():
         with mistakes.check():
             try_workdir(workdir, dataclasses.asdict(config))
-        with mistakes.check():
-            if not mistakes.found:
-                opening(config)
+        for call in calls:
+            with mistakes.check():
+                if not mistakes.found:
+                    call(config)
     with mistakes.check():
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
@@ -166,8 +189,8 @@ def _find(
             scorer = ending.enter_context(make_scorer(config, rows, own))
     mistakes.refuse()
     assert mesh is not None and model is not None and tokenizer is not None and problems is not None
-    if left_open(config):
-        measured = measure(*problems.texts(), tokenizer)
-        config = choose_sizes(config, model, Machine(mesh, memory), measured)
-        validate(config)
-    return Inputs(make_plan(config, mesh, model), tokenizer, dataclasses.replace(problems, config=config), scorer)
+    config = with_sizes(config, model, Machine(mesh, memory), problems=problems, tokenizer=tokenizer)
+    plan = make_plan(config, mesh, model)
+    if config.task in ("train", "draft_pretrain") and (line := least_pass(make_packing(plan))) and is_first_process():
+        print(line)
+    return Inputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer)

@@ -12,6 +12,7 @@ import numpy as np
 
 from specrl_jax import distributed
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
+from specrl_jax.io.agreement import named_files
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.signals import raise_once_set
@@ -105,6 +106,7 @@ class _Run:
         self.stream = problems.stream(1 if grpo.oversample else grpo.prompts_per_step)
         self.checkpoints = open_checkpoints(self.config, workdir)
         written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
+        self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
         start = start_run(learner, rollout, self.checkpoints, self.stream)
         self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
         self.replay = start.replay
@@ -238,6 +240,7 @@ class _Run:
         if self.position is None or (ahead := self.pipeline.ahead(self.step, wait)) is None:
             return f"the rollouts after step {self.step} were under way"
         host = with_rollouts(self.monitor.state(self.position), ahead)
+        host = host._replace(values=host.values | {"files": self.files})
         if self.replay:
             host = self.replay.with_texts(host)
         if self.unfinished:

@@ -104,6 +104,7 @@ def open_mesh(config: Config) -> Mesh:
     Checks the folders of policy and draft first: on a machine without the weights, they are what is missing. Raises
     InputError.
     """
+    check_chosen(config)
     make_method(draft_options(config.draft), policy_sizes(config.policy))
     return make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
 

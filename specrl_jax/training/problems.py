@@ -16,7 +16,7 @@ from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
-from specrl_jax.errors import InputError, Mistakes
+from specrl_jax.errors import InputError, Mistakes, printable
 from specrl_jax.rewards.code.reward import fault_of_tests, own_program
 from specrl_jax.rewards.messages import Context, Row
 from specrl_jax.rewards.scorer import OwnAnswer
@@ -75,7 +75,7 @@ def _own(reward: str, problem: Problem) -> str:
 
 
 def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, most: int | None = None) -> Problems:
-    """Read and check the problems of a config, and print what was kept of each file.
+    """Read and check the problems of a config, and print what was kept of each file; or take generate.prompts.
 
     Args:
       train: whether training problems are needed; else they are not read.
@@ -84,6 +84,9 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
       InputError: a file or row that cannot be used, of training and validation one each; a prompt that is too long,
         too few validation problems.
     """
+    if config.task == "generate" and (prompts := config.generate.prompts):
+        check_prompts([tokenizer.encode(text) for text in prompts], config.rollout.max_prompt_tokens or LONGEST)
+        return Problems(config, [], {"generate.prompts": [Problem(text, "", "") for text in prompts]})
     reports: list[str] = []
     mistakes, training = Mistakes(), list[Source]()
     with mistakes.check():
@@ -108,7 +111,7 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
     longest = config.rollout.max_prompt_tokens or LONGEST
     check_prompts([tokenizer.encode(problem.prompt) for problem in known], longest)
     for line in reports if most is None else ():
-        print(line)
+        print(printable(line))
     return problems
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from specrl_jax import distributed
 from specrl_jax.config import Config
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, printable
+from specrl_jax.io.agreement import named_files
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import Row
 from specrl_jax.learner.state import RunState
@@ -23,6 +24,40 @@ def open_checkpoints(config: Config, workdir: str) -> Checkpoints:
     """Open checkpoints/ of a workdir with the retention of checkpoint.*."""
     c = config.checkpoint
     return Checkpoints(workdir, c.keep, c.keep_best)
+
+
+def check_files(workdir: str, config: Config, changed: bool) -> None:
+    """Refuse to resume with files of data, rewards, environment, policy or tokenizer that were replaced meanwhile.
+
+    Compared are size and a digest of each file (above 16 MiB of 64 blocks of 64 KiB), where the key still names the
+    same. A checkpoint of an earlier version does not say them.
+
+    Args:
+      changed: the change is meant; it is printed.
+    Raises:
+      InputError: naming each file.
+    """
+    checkpoints = open_checkpoints(config, workdir)
+    step = checkpoints.latest()
+    if step is None:
+        return
+    before, now = checkpoints.host_values(step).get("files", {}), named_files(dataclasses.asdict(config))
+    found = [
+        f"{key}: {path} {_change(was.get(path), now[key].get(path))} since step {step}"
+        for key, was in before.items()
+        if key in now
+        for path in sorted(was.keys() | now[key].keys())
+        if was.get(path) != now[key].get(path)
+    ]
+    if found and not changed:
+        meant = "; put the old one back, or say --changed_files if that is meant"
+        raise InputError(*(line + meant for line in found))
+    for line in found:
+        _print_once(f"{line}, as --changed_files says")
+
+
+def _change(before: str | None, now: str | None) -> str:
+    return "was replaced" if before and now else "is new" if now else "is gone"
 
 
 class Start(NamedTuple):
@@ -62,7 +97,7 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stre
 
 def _print_once(line: str) -> None:
     if distributed.is_first_process():
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 def saved_part(state: RunState, config: Config) -> RunState:

@@ -52,6 +52,21 @@ def test_a_terminal_keeps_the_lines_of_steps_above_one_live_line(monkeypatch, ca
     assert shown.endswith("\x1b[1A\x1b[2K")  # the live line is erased
 
 
+@pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;title\x07", "a\rb", "a\nb", "\x9b31m", "\u202eabc", "\x00", "\udcff"])
+def test_what_would_steer_a_terminal_is_shown_as_its_code(text, capsys):
+    with Display(1, 0, threading.Event()) as display:
+        display.say(f"the reward said {text}!")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"the reward said {text.encode('unicode_escape').decode()}!"
+
+
+@pytest.mark.parametrize("text", ["déjà vu 2 × 3 ≤ π", "数学\u3000答案", "👩\u200d🔬", "[red]x[/red] :warning:"])
+def test_other_text_is_as_it_is(text, capsys):
+    with Display(1, 0, threading.Event()) as display:
+        display.say(text)
+    assert capsys.readouterr().out == text + "\n"
+
+
 def test_the_time_left_is_that_of_the_median_step_without_what_is_aside():
     pace = Pace()
     assert pace.left(5) is None

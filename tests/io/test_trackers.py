@@ -88,7 +88,7 @@ def test_tensorboard_that_fails_is_left_out(call, tmp_path, monkeypatch, capsys)
         monkeypatch.setattr("specrl_jax.io.tensorboard._Board._get_file_writer", fails)
     assert len(write_all(tmp_path, None)) == 3
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("tensorboard/ fails") and "No space left on device" in line
+    assert line.startswith("tensorboard fails") and "No space left on device" in line
 
 
 def wandb_of(monkeypatch, **calls):
@@ -110,7 +110,7 @@ def test_weights_and_biases_that_fails_is_left_out(call, tmp_path, monkeypatch):
     lines = said_by(trackers)
     trackers.add(WandbRun("specrl", str(tmp_path), {}))
     assert len(write_all(tmp_path, trackers)) == 3
-    assert len(lines) == 1 and lines[0].startswith("Weights & Biases fails") and "cannot be reached" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("wandb fails") and "cannot be reached" in lines[0]
 
 
 def test_a_run_that_weights_and_biases_does_not_open_is_refused(tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_a_page_that_fails_is_left_out(tmp_path, monkeypatch):
     trackers.add(page := PrometheusPage(0))
     assert len(write_all(tmp_path, trackers)) == 3
     page.close()
-    assert len(lines) == 1 and lines[0].startswith("logging.prometheus_port fails")
+    assert len(lines) == 1 and lines[0].startswith("prometheus fails")
 
 
 # ---- the files of the run itself

@@ -11,10 +11,13 @@ from specrl_jax.config.automatic import AUTOMATIC, check_chosen, left_open, valu
 from specrl_jax.config.schema import keys
 from specrl_jax.config.validate import validate
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.dry_run.run import with_chosen
 from specrl_jax.errors import InputError
+from specrl_jax.learner.batch import Packing, least_pass
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.choices import Machine, Measured, choose_formats, choose_sizes, resumed
+from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.problems import load_problems
 
 SMALL = dataclasses.replace(qwen3.preset("nano_deep"), vocab=1024)
@@ -186,3 +189,49 @@ def test_what_nothing_has_chosen_is_refused_by_name():
         check_chosen(config(rollout__num_slots=2))
     assert len(refused.value.args) == 5
     assert "rollout.max_prompt_tokens=0: needs a value" in str(refused.value)
+
+
+@pytest.fixture
+def open_mine(tmp_path):
+    """open_mine(**changes) -> configs/mine.py with a nano policy and a file of its own, every choice left open."""
+    rows = [f'{{"prompt": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    found = {"policy.preset": "nano_deep", "policy.path": "", "data.path": f"{tmp_path}/rows.jsonl"}
+    found |= {"data.tokenizer": "char", "policy.yarn_factor": 0.0}
+
+    def make(task, **changes):
+        c = with_values(from_config_dict(mine.get_config()), found | changes)
+        return dataclasses.replace(c, task=task)
+
+    return make
+
+
+@pytest.mark.parametrize("prompts", [(), ("1+1", "12+34")])
+def test_a_generation_chooses_what_is_left_open(open_mine, tmp_path, prompts):
+    """Without prompts of its own it answers what is held out; with some the data is not even looked for."""
+    changes = {"generate.prompts": prompts} | ({"data.path": "data/nowhere.jsonl"} if prompts else {})
+    with open_inputs(open_mine("generate", **changes), str(tmp_path / "run"), train=False, rewards=False) as inputs:
+        assert left_open(inputs.config) == []
+        assert inputs.config.draft.kind == "suffix" and inputs.config.rollout.max_response_tokens > 0
+        found = [problem.prompt for problem in inputs.problems.evaluation]
+    assert found == list(prompts) if prompts else len(found) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_chooses_as_the_run_would(open_mine):
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    done = with_chosen(open_mine("dry_run"), mesh, 80 * GB)
+    assert left_open(done) == [] and done.draft.kind == "eagle3" and done.task == "train"
+    with pytest.raises(InputError, match=r"^dry_run\.target=cpu: it has no memory"):
+        with_chosen(open_mine("dry_run", **{"dry_run.target": "cpu"}), mesh, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(10, "a pass takes one row, 128 to 1024 tokens"), (200, "200 to 1024 tokens"), (1024, ""), (0, ""), (5000, "")],
+)
+def test_a_pass_that_takes_more_tokens_than_asked_is_said(asked, said):
+    line = least_pass(Packing(600, microbatch_tokens=asked))
+    assert (line != "") == (said != "") and said in line and (not line or f"grpo.microbatch_tokens={asked}" in line)
+    two = least_pass(Packing(60, microbatch_tokens=asked, num_shards=2))
+    assert ("a row on each of 2 shards, 256 tokens" in two) == (0 < asked < 256)

@@ -67,7 +67,7 @@ def assert_same_run(run, workdir, whole):
     expected, expected_host = saved(run, other, STEPS)
     host.pop("unfinished", None)  # of a step that was saved before its evaluation
     jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert host == expected_host and host.keys() == {"position", "speculation", "alarms", "skipped", "ahead"}
+    assert host == expected_host and host.keys() == {"position", "speculation", "alarms", "skipped", "ahead", "files"}
     for step in range(1, STEPS + 1):
         assert samples(workdir, step) == samples(other, step)
 
