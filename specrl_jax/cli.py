@@ -56,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Run the command; print what it raises in a line."""
-    # A config may import what lies in the current folder, which an installed command does not have on its path.
     logging.getLogger("absl").setLevel(logging.ERROR)  # warnings of ml_collections and orbax, which errors repeat
+    # A config may import what lies in the current folder, which an installed command does not have on its path.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if {"--help", "-h", "-help", "--helpfull", "-helpfull"} & set(argv[1:]):
