@@ -190,9 +190,10 @@ def try_all(mutations: Sequence[Mutation], root: pathlib.Path, say: Callable[[st
         missed = 0
         for mutation in mutations:
             start = time.monotonic()
-            caught, said = try_mutation(mutation, folder)
-            missed += not caught
-            say(f"{'caught' if caught else 'MISSED'} {mutation.name}, {time.monotonic() - start:.0f} s: {said}")
+            verdict = try_mutation(mutation, folder)
+            missed += not verdict.caught
+            word, seconds = "caught" if verdict.caught else "MISSED", time.monotonic() - start
+            say(f"{word} {mutation.name}, {seconds:.0f} s: {verdict.said}")
         return missed
 
 
