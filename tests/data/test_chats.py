@@ -105,6 +105,7 @@ def test_a_role_that_nobody_knows_stays_where_it_is_written():
         (SYSTEM_FIRST, [("user", "1?"), ("system", "In French.")], 2),
         # Its text happens to be there.
         (SYSTEM_FIRST, [("user", "a"), ("system", "A"), ("user", "b")], 2),
+        (SYSTEM_FIRST, [("user", "a"), ("system", "A")], 2),
         (SYSTEM_FIRST, [("system", "1"), ("system", "1"), ("user", "1 1 1")], 1),
         # For some contents only: dropped, and cut at either end.
         (CHATML.replace("{{ m.content }}", "{{ m.content if 'x' not in m.content }}"), [("user", "x?")], 1),
