@@ -75,12 +75,12 @@ def extract_text(response: str) -> str | None:
     if text is None:
         return None
     marked = max(last_tag(text), last_box(text), key=lambda found: found[1] if found else -1)
-    if marked and marked == last_tag(text):
-        return extract_text(marked[0]) or marked[0]
-    if marked:
+    if marked and marked != last_tag(text):
         return marked[0]
-    plain, formulas = plain_text(text)
-    found = _stated(plain)
+    if marked and (box := last_box(marked[0])):
+        return box[0]
+    plain, formulas = plain_text(marked[0] if marked else text)
+    found = _marked(plain) if marked else _stated(plain)
     return None if found is None else with_formulas(found, formulas)
 
 
@@ -117,12 +117,17 @@ def _stated(text: str) -> str | None:
         line, rest = _first_line(text[mark.end() :])
         if mark["hashes"] and _prose(line) and rest.strip() and not (_VALUE.match(line) or _THE_ANSWER_IS.match(line)):
             continue  # a heading
-        found = _reduced(line)
-        if found is None and rest.strip():
-            text = f"{line}\n{rest}"
-            found = _unmarked(text)
-        return line if found is None else found
+        return _marked(text[mark.end() :])
     return _unmarked(text)
+
+
+def _marked(text: str) -> str:
+    """Return what stands behind a mark: in its line or, where that states nothing, at the end of the text."""
+    line, rest = _first_line(text)
+    found = _reduced(line)
+    if found is None and rest.strip():
+        found = _unmarked(f"{line}\n{rest}")
+    return line if found is None else found
 
 
 def _unmarked(text: str) -> str | None:

@@ -15,7 +15,7 @@ _BEFORE = re.compile(
     re.IGNORECASE,
 )
 _AFTER = re.compile(r"(?:\\[)\],;:! ]|(?<!\\)\$|[\s.,;:]|\*\*)+$")
-_AROUND = re.compile(r"(\*{1,3}|_{1,3}|`+|~~)(.+)\1|\{([^{}]*)\}", re.DOTALL)
+_AROUND = re.compile(r"(\*{1,3}|_{1,3}|`+|~~)(.+)\1|\{([^{}\\]*)\}", re.DOTALL)
 _INTEGER = re.compile(r"([+-]?)(\d+|[1-9]\d{0,2}(?:,\d{3})+)", re.ASCII)
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}\\]*)\}")
 # At least three letters in a row: "p - q" is a difference.
