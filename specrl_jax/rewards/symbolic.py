@@ -141,7 +141,7 @@ def strip_answer(text: str) -> str:
     plain = _TEXT.fullmatch(text)
     words = " ".join((plain[1] if plain else text).split()).rstrip(".!")
     if plain and re.search(r"\d", words):
-        return words
+        return re.sub(r"(?<=[\d%]) ([A-Za-z][A-Za-z ]*)$", r" \\text{\1}", words)  # "18 eggs"
     return next((sign for pattern, sign in _SIGNS if pattern.fullmatch(words)), text)
 
 
