@@ -21,7 +21,7 @@ _BARE = re.compile(  # a box without braces
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 _MARK = re.compile(
-    r"\banswers?\s*:|(?P<hashes>####)"
+    r"\banswers?\s*(?::|->|→|⇒)|(?P<hashes>####)"
     r"|^[ \t]*(?:the[ \t]+)?(?:final[ \t]+)?(?:answer|result)[ \t]*[:.]?[ \t]*$(?=\s*\S)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -38,16 +38,21 @@ _ENDED = re.compile(r"[.!][\s)\"']*$")
 _CLAUSE = re.compile(
     r"[,;]?\s+(?:because|since|as|so|which|where|meaning)\b.*|,\s*(?:for|when|if|and so)\b.*", re.DOTALL
 )
-_ASIDE = re.compile(r"(?<=\S)\s+\((?!(?:base|mod)\b)(?=[^()\\]*[A-Za-z]{3})(?![^()]*\bor\b)[^()\\]*\)\s*$")
+_ASIDE = re.compile(
+    r"(?<=\S)\s+\((?!(?:base|mod)\b)(?=[^()\\]*[A-Za-z]{3})(?![^()]*\bor\b)[^()\\]*\)\s*$|(?<=[A-Za-z])\s+\([\d\s.,$*×+=/-]+\)\s*$"
+)
 
 _NUMBER = (
     r"(?<![\w.,\\^_:/])(?:(?<![\d.)\]}%])[-+−](?=[$€£.\d]))?(?:US)?(?:[$€£]\s?)?[-−]?"
-    r"(?:\d{1,3}(?:,\d{3})++(?:\.\d++)?|\d++(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d++)?(?:/\d++)?"
-    r"(?:\s?\\?%|\s?[€£$°](?!\d))?(?!\w|[.,:/^]\d|\s?\^)"
+    r"(?:\d{1,3}(?:,\d{3})++(?:\.\d++)?|[1-9]\d{0,2}(?:[ \xa0]\d{3})++(?:\.\d++)?|\d++(?:\.\d++)?|\.\d++)"
+    r"(?:[eE][-+]?\d++)?(?:/\d++)?"
+    r"(?:\s?\\?%|\s?[€£$°](?!\d))?(?:(?=(?:[kcm]m|[km]g|m[lL]|lbs?|oz|mph|ft|hrs?|mins?|USD)\b)|(?!\w|[.,:/^]\d|\s?\^))"
 )
-_VALUE = re.compile(rf"(?P<formula>{SIGN})|{_NUMBER}|(?P<other>\d[\w.,:/]*)", re.ASCII)
+_FRACTION = r"-?\d*\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
+_TUPLE = r"[(\[]\s*-?\d[\d./]*(?:\s*,\s*-?\d[\d./]*)+\s*[)\]]"
+_VALUE = re.compile(rf"{SIGN}|{_FRACTION}|{_TUPLE}|{_NUMBER}|(?P<other>\d[\w.,:/]*)", re.ASCII)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][A-Za-z'-]+")
-_MATHS = "and|or|in|no|inf|infinity|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|arcsin|arccos|arctan|mod|base|per"
+_MATHS = "and|or|in|no|inf|infinity|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|arcsin|arccos|arctan|mod|base"
 _MATHS_WORD = re.compile(rf"\\|\b(?:{_MATHS})\b", re.IGNORECASE)
 # What makes a number before or behind it a part of something, or no answer.
 _BEFORE = re.compile(
@@ -74,13 +79,13 @@ def extract_text(response: str) -> str | None:
     text = after_thought(response)
     if text is None:
         return None
-    marked = max(last_tag(text), last_box(text), key=lambda found: found[1] if found else -1)
-    if marked and marked == last_tag(text):
-        return extract_text(marked[0]) or marked[0]
-    if marked:
-        return marked[0]
-    plain, formulas = plain_text(text)
-    found = _stated(plain)
+    tag, box = last_tag(text), last_box(text)
+    if tag and box and box[1] <= tag[1]:
+        box = last_box(tag[0])
+    if box:
+        return box[0]
+    plain, formulas = plain_text(tag[0] if tag else text)
+    found = _marked(plain) if tag else _stated(plain)
     return None if found is None else with_formulas(found, formulas)
 
 
@@ -93,7 +98,7 @@ def last_box(text: str) -> tuple[str, int] | None:
     for box in reversed(boxes):
         if text[box.end() : box.end() + 1] == "{":
             return to_closing_brace(text, box.end() + 1)
-        if bare := _BARE.match(text, box.end()):
+        if (bare := _BARE.match(text, box.end())) and not text.startswith("}", bare.end()):
             return bare[0], bare.end()
     return None
 
@@ -117,12 +122,17 @@ def _stated(text: str) -> str | None:
         line, rest = _first_line(text[mark.end() :])
         if mark["hashes"] and _prose(line) and rest.strip() and not (_VALUE.match(line) or _THE_ANSWER_IS.match(line)):
             continue  # a heading
-        found = _reduced(line)
-        if found is None and rest.strip():
-            text = f"{line}\n{rest}"
-            found = _unmarked(text)
-        return line if found is None else found
+        return _marked(text[mark.end() :])
     return _unmarked(text)
+
+
+def _marked(text: str) -> str:
+    """Return what stands behind a mark: in its line or, where that states nothing, at the end of the text."""
+    line, rest = _first_line(text)
+    found = _reduced(line)
+    if found is None and rest.strip():
+        found = _unmarked(f"{line}\n{rest}")
+    return line if found is None else found
 
 
 def _unmarked(text: str) -> str | None:
@@ -191,4 +201,4 @@ def _value(sentence: str) -> str | None:
         return None  # a sentence that was cut off, or is none
     unit = _UNITS.match(sentence, chosen.end())
     measured = unit and all(is_measure(word) for word in unit.groups() if word) and unit[1] != "in"
-    return sentence[chosen.start() : unit.end() if unit and measured else chosen.end()].strip()
+    return f"{chosen[0]} \\text{{{unit[0].strip(" -")}}}" if unit and measured else chosen[0]

@@ -19,7 +19,7 @@ _BREAK = re.compile(r"<br\s*/?>|</?(?:p|div|li|ul|ol|h[1-6]|center)>", re.IGNORE
 _HTML = re.compile(r"</?(?:b|strong|i|em|u|mark|code|span|font|kbd|samp)(?:\s[^<>]*)?>", re.IGNORECASE)
 # At the beginning of a line: quotes, bullets and headings (not ####, which marks an answer).
 _LINE = re.compile(r"^[ \t]*(?:(?:>|[-*+•●◦▪–—](?=[ \t])|(?!####(?!#))#{1,6}(?=[ \t]))[ \t]*)+", re.MULTILINE)
-_TABLE = re.compile(r"^[ \t]*\|(.*)\|[ \t]*$", re.MULTILINE)  # a row
+_TABLE = re.compile(r"^[ \t]*\|[ \t](.*)\|[ \t]*$", re.MULTILINE)  # a row
 _CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]{1,300})\1(?!`)")
 # Stars and lines around something; "3*4*5" and "(x)*(y)*(z)" are products, "a_1" an index.
 _EMPHASIS = re.compile(

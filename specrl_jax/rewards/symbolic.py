@@ -15,7 +15,7 @@ _BEFORE = re.compile(
     re.IGNORECASE,
 )
 _AFTER = re.compile(r"(?:\\[)\],;:! ]|(?<!\\)\$|[\s.,;:]|\*\*)+$")
-_AROUND = re.compile(r"(\*{1,3}|_{1,3}|`+|~~)(.+)\1|\{([^{}]*)\}", re.DOTALL)
+_AROUND = re.compile(r"(\*{1,3}|_{1,3}|`+|~~)(.+)\1|\{([^{}\\]*)\}", re.DOTALL)
 _INTEGER = re.compile(r"([+-]?)(\d+|[1-9]\d{0,2}(?:,\d{3})+)", re.ASCII)
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}\\]*)\}")
 # At least three letters in a row: "p - q" is a difference.
@@ -141,7 +141,7 @@ def strip_answer(text: str) -> str:
     plain = _TEXT.fullmatch(text)
     words = " ".join((plain[1] if plain else text).split()).rstrip(".!")
     if plain and re.search(r"\d", words):
-        return words
+        return re.sub(r"(?<=[\d%]) ([A-Za-z][A-Za-z ]*)$", r" \\text{\1}", words)  # "18 eggs"
     return next((sign for pattern, sign in _SIGNS if pattern.fullmatch(words)), text)
 
 
