@@ -92,9 +92,9 @@ def make_stop_texts(
             state[here] = follow[state[here], padded[here, i]]
             ended[here] |= final[state[here]]
         table[first] = np.where(lengths > 0, state + states * ended, 0)
-    for token, name in control.items():
+    for number, name in control.items():
         state = follow[:, BYTES + names.index(name)]
-        table[:, token] = state + states * final[state]
+        table[:, number] = state + states * final[state]
     return StopTexts(table, max(map(len, texts)))
 
 

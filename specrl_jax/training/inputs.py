@@ -70,6 +70,7 @@ class AnyText:
     pad_id = 0
     eos_ids: tuple[int, ...] = (0,)
     special: tuple[str, ...] = ()
+    control: Mapping[int, str] = {}
     has_chat_template = False
 
     def encode(self, text: str) -> list[int]:
