@@ -158,7 +158,7 @@ class _Run:
                 self.learner, self.rollout, self.state, self.pipeline, speculation, self.replay, step, clock, self.stop
             )
         self.step, self.position, generated = step, result.position, result.generated
-        row = self._metrics(result) | {"time/compile": clock.compiled()}
+        row = self._metrics(result) | {"time/compile": min(clock.compiled(), result.total)}
         if not (self.generation and compiles(row)):
             self.generation = row["time/generate"]
         tokenizer, shown = self.rollout.tokenizer, self.config.logging.rollouts
