@@ -114,7 +114,8 @@ def training_config(sizes: Sizes, small: bool, changes: Mapping[str, Any] = Mapp
     else:
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 16, 1024
         c.grpo.prompts_per_step, c.grpo.group_size = 64, 8
-        c.rollout.num_slots = 126  # as above
+        # As above, where that can be.
+        c.rollout.num_slots = next(n for n in (126, 124, 120, 128) if n % jax.device_count() == 0)
         c.logging.rollouts = 512
     with c.unlocked():
         c.update_from_flattened_dict(dict(changes))
