@@ -27,7 +27,7 @@ from specrl_jax.simulator import __main__ as simulator
 from tests.helpers.runs import ROOT, make_call, process_environment
 
 OURS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*OURS, *sorted((ROOT / "experiments").rglob("README.md"))]
+PAGES = [*OURS, *sorted((ROOT / "experiments").rglob("README.md")), ROOT / "experiments/accelerator/queue.md"]
 FOLDERS = ("configs/", "docs/", "experiments/", "kernels_pallas/", "specrl_jax/", "tests/")
 # What a clone and a CPU suffice for. Other programs need a mark.
 PROGRAMS = ("python", "python3", "python3.11", "specrl", "make", "pip", "git")

@@ -15,6 +15,7 @@ from specrl_jax.config import base
 from tests.helpers.runs import ROOT, process_environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")])
+PAGES.append(ROOT / "experiments/accelerator/queue.md")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 NOT_OURS = {"section.key"}  # a placeholder
 COMING_FROM = ROOT / "docs/coming_from.md"

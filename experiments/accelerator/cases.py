@@ -25,10 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"draft.kind": "none"},
     "mtp": {"draft.kind": "mtp", "draft.vocab_size": 0},
     "dspark": {"draft.kind": "dspark", "draft.length": 7},
-    "int8": {"rollout.quantize": "int8"},
+    "int8": {"rollout.quantize": "int8", "grpo.correction": "token_truncate"},
     "controller": {"draft.adaptive": True, "draft.length": 5},
     # Of two devices, of which one generates.
-    "async": {"pipeline.mode": "async", "pipeline.rollout_devices": 1},
+    "async": {"pipeline.mode": "async", "pipeline.rollout_devices": 1, "grpo.correction": "token_truncate"},
     "lora_8b": {"policy.preset": "qwen3_8b", "policy.lora_rank": 16, "grpo.prompts_per_step": 16},
 }
 SMALL = {"lora_8b": {"policy.preset": "nano_deep", "grpo.prompts_per_step": 4}}

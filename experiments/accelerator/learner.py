@@ -5,10 +5,10 @@ import hashlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,8 @@ def training_config(sizes: Sizes, small: bool, changes: Mapping[str, Any] = Mapp
     else:
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 16, 1024
         c.grpo.prompts_per_step, c.grpo.group_size = 64, 8
-        c.rollout.num_slots = 126  # as above
+        # As above, where that can be.
+        c.rollout.num_slots = next(n for n in (126, 124, 120, 128) if n % jax.device_count() == 0)
         c.logging.rollouts = 512
     with c.unlocked():
         c.update_from_flattened_dict(dict(changes))
@@ -128,9 +129,9 @@ class Compiling:
         self.seconds, self.programs, self.listens = 0.0, 0, True
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def _hear(self, event: str, seconds: float, **_: object) -> None:
+    def _hear(self, event: str, duration_secs: float, **_: str | int) -> None:
         if self.listens and event == "/jax/core/compile/backend_compile_duration":
-            self.seconds += seconds
+            self.seconds += duration_secs
             self.programs += 1
 
 
@@ -160,9 +161,9 @@ def train_once(config: Config, steps: int, mean: int) -> tuple[dict[str, Any], d
         tokenizer = LongTail(inputs.plan.model.vocab, mean)
         learner, rollout = inputs._replace(tokenizer=tokenizer).build()
         open_workdir(workdir, dataclasses.asdict(inputs.config))
-        made = training_steps(
-            learner, rollout, inputs.problems, inputs.scorer, workdir, threading.Event(), evaluates=False
-        )
+        stop = threading.Event()
+        steps_of_run = training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, evaluates=False)
+        made = cast("Generator[dict[str, Any]]", steps_of_run)  # whose `close` ends the run
         begun: float | None = None
         for row in made:
             if not row["step"]:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 import torch
 import transformers
 
+PAGE = 256  # tokens, transformers' own choice
+
 
 def wait(device: str) -> None:
     if device == "cuda":
@@ -67,7 +69,14 @@ def continuous(model: transformers.PreTrainedModel, prompts: torch.Tensor, new: 
     sampling = transformers.GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=new
     )
-    found = model.generate_batch(inputs=prompts.tolist(), generation_config=sampling, progress_bar=False)
+    rows, prompt = prompts.shape
+    pages = transformers.ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=rows * ((prompt + new) // PAGE + 1),
+        max_batch_tokens=max(rows * prompt, PAGE),
+        max_requests_per_batch=rows,
+    )
+    found = model.generate_batch(prompts.tolist(), sampling, continuous_batching_config=pages, progress_bar=False)
     return sum(len(one.generated_tokens) for one in found.values())
 
 
