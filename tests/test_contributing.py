@@ -1,6 +1,7 @@
 """The code of docs/contributing.md does what the page says."""
 
 import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -49,3 +50,12 @@ def test_the_config_is_valid(variant):
     validate(from_config_dict(get_config(variant)))
     with pytest.raises(ValueError, match="no variant 'smokes'"):
         get_config("smokes")
+
+
+def test_a_clone_without_its_history_is_small():
+    """It travels whole to a borrowed machine."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("in a clone git lists the files")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+    assert sum(sizes.values()) < 52e6, sorted(sizes, key=sizes.get, reverse=True)[:5]

@@ -26,7 +26,6 @@ import safetensors.numpy
 from specrl_jax.core import Params, naming
 from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import ConfigJson
-from specrl_jax.io.split_bytes import Reader
 from specrl_jax.json_files import INDEX_BYTES, Checked, check, read_json, require_regular
 from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.sharding import Partitioner
@@ -83,17 +82,17 @@ class TensorFolder:
             raise InputError(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
         for path in sorted({self._places[name].path for name in wanted}):
             with self._open(path) as file:
-                present = set(file.names)
+                present = set(file.keys())
                 for name, shape in wanted.items():
                     place = self._places[name]
                     if place.path != path:
                         continue
                     if place.name not in present:
                         raise InputError(f"{self.key}: {INDEX} says {path} holds {place.name}, and it does not")
-                    found, dtype = file.shape_and_dtype(place.name)
-                    if found != shape:
+                    header = file.get_slice(place.name)
+                    if (found := tuple(header.get_shape())) != shape:
                         raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
-                    if dtype not in FLOATING:
+                    if (dtype := header.get_dtype()) not in FLOATING:
                         kinds = ", ".join(FLOATING)
                         raise InputError(f"{self.key}: {name} in {path} is {dtype}; one of {kinds} is needed")
 
@@ -143,7 +142,7 @@ class TensorFolder:
             return {name: places[file] for name, file in index.weight_map.items()}
         path = self._require(SINGLE)
         with self._open(path) as file:
-            return dict.fromkeys(file.names, path)
+            return dict.fromkeys(file.keys(), path)
 
     def _require(self, name: str) -> str:
         if not os.path.isdir(self.path):
@@ -154,9 +153,9 @@ class TensorFolder:
         require_regular(path, f"{self.key}: ")
         return path
 
-    def _open(self, path: str) -> Reader:
+    def _open(self, path: str) -> safetensors.safe_open:
         try:
-            return Reader(safetensors.safe_open(path, framework="numpy"), f"{self.key}: {path}: ")
+            return safetensors.safe_open(path, framework="numpy")
         except Exception as error:  # the library's own error type changed its home between versions
             raise InputError(f"{self.key}: {path} is not a readable safetensors file: {error}") from None
 

@@ -28,7 +28,7 @@ class Carried(NamedTuple):
     megabytes: float  # largest
 
 
-CARRIED = {"rlzero_tiny": Carried(rlzero_tiny.get_config, 0.6, 3.3, 10), "demo": Carried(demo.get_config, 0.6, 4.3, 19)}
+CARRIED = {"rlzero_tiny": Carried(rlzero_tiny.get_config, 0.6, 3.3, 10), "demo": Carried(demo.get_config, 0.6, 4.3, 30)}
 
 
 @pytest.fixture(scope="module", params=["rlzero_tiny", pytest.param("demo", marks=pytest.mark.long)])
