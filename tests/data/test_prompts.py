@@ -329,7 +329,10 @@ def test_parquet_rows_are_read_as_jsonl_rows_are(parquet, write):
         for i in range(3000)
     ]
     lines = write(*map(json.dumps, rows))
-    assert read(parquet(rows), SCHEMAS["verl"]) == read(lines, SCHEMAS["verl"])
+    of_parquet, of_lines = (
+        [problem._replace(where="") for problem in read(path, SCHEMAS["verl"])] for path in (parquet(rows), lines)
+    )
+    assert of_parquet == of_lines
 
 
 def test_the_other_columns_of_a_row_go_with_it(parquet, write):
