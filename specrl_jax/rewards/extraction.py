@@ -201,4 +201,4 @@ def _value(sentence: str) -> str | None:
         return None  # a sentence that was cut off, or is none
     unit = _UNITS.match(sentence, chosen.end())
     measured = unit and all(is_measure(word) for word in unit.groups() if word) and unit[1] != "in"
-    return f"{chosen[0]} \\text{{{unit[0].strip(" -")}}}" if unit and measured else chosen[0]
+    return f"{chosen[0]} \\text{{{unit[0].strip(' -')}}}" if unit and measured else chosen[0]
