@@ -60,7 +60,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _measure(match: re.Match[str]) -> str:
-    known = match[0][0] != "\\" and all(is_measure(word) for word in match[0].split("/"))
+    known = match[0][0] != "\\" and all(map(is_measure, re.split(r"/|\s+per\s+", match[0])))
     return f"\\text{{{match[0]}}}" if known else match[0]
 
 
@@ -107,7 +107,10 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\sqrt\s*(\d(?!\d)|[A-Za-z])", r"\\sqrt{\1}"),
     (r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-([^{}+-]*)\}", r"(-\\sqrt[\1]{\2})"),  # real, as in school
     (rf"\\degree{_END}", r"\\circ"),
-    (rf"\\text\{{[^{{}}]*\}}|(?<=[\d}} ])[A-Za-z]{{2,}}(?:/[A-Za-z]+)?{_END}|(?<=[\d ])[a-z]/[a-z]$", _measure),
+    (
+        rf"\\text\{{[^{{}}]*\}}|(?<=[\d}} ])[A-Za-z]{{2,}}(?:(?:/|\s+per\s+)[A-Za-z]+)?{_END}|(?<=[\d ])[a-z]/[a-z]$",
+        _measure,
+    ),
 ]
 _PATTERNS = [(re.compile(pattern, re.ASCII), replacement) for pattern, replacement in _REWRITES]
 
