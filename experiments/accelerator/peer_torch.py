@@ -12,7 +12,6 @@ A cell that fails is a line with its error; the others go on.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 
@@ -144,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -140,8 +140,8 @@ def _pytest(folder: str, arguments: Sequence[str], output: str) -> None:
     sys.dont_write_bytecode = False  # the next process reads what this one compiles
     # As in tests/conftest.py, but the first example that fails will do.
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-    settings = {"deadline": None, "derandomize": True, "max_examples": 50}
-    hypothesis.settings.register_profile("unshrunk", phases=phases, **settings)
+    unshrunk = hypothesis.settings(deadline=None, derandomize=True, max_examples=50, phases=phases)
+    hypothesis.settings.register_profile("unshrunk", unshrunk)
     sys.exit(pytest.main(list(arguments)))
 
 

@@ -36,7 +36,7 @@ from specrl_jax.rewards.sandbox.mechanisms import own_uid
 from specrl_jax.rewards.sandbox.process import Sandbox
 from specrl_jax.rewards.scorer import Scorer
 
-LIMITS = Limits(seconds=1.0, memory=256 * MIB, output=MIB, processes=16, disk=8 * MIB)
+LIMITS = Limits(seconds=2.0, memory=256 * MIB, output=MIB, processes=16, disk=8 * MIB)
 GRACE = 1.0  # seconds after its limit by which a program is over
 ENVIRONMENT = "SPECRL_HOSTILE_SECRET"
 # What a hostile program would leave, if it could. Names have the run's own mark, or were there before it.

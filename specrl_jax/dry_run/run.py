@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
-from specrl_jax.data.prompts import AUTO
+from specrl_jax.data.schemas import AUTO
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together

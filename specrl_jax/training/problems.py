@@ -54,7 +54,8 @@ class Problems:
             if name not in self.config.reward.names:
                 continue
             for source in (*self.train, *self.validation.values()):
-                rows = [] if isinstance(source, TaskSource) else [p for p in source if p.where and _own(name, p)]
+                problems = [] if isinstance(source, TaskSource) else [source[i] for i in range(len(source))]
+                rows = [p for p in problems if p.where and _own(name, p)]
                 for p in rows[:: max(1, -(-len(rows) // most))]:
                     found.append(OwnAnswer(p.where, name, Row(_own(name, p), p.answer, Context(p.prompt, p.row))))
         return found
