@@ -196,8 +196,8 @@ def _value(sentence: str) -> str | None:
         return None
     if _BEHIND.match(sentence, chosen.end()) or _ANOTHER.search(sentence, 0, chosen.start()):
         return None
-    rest = [word for word in _prose(sentence[chosen.end() :]) if not is_unit(word)]
-    if rest and not _ENDED.search(sentence) and (len(values) > 1 or len(rest) > WORDS):
+    words = [word for word in _prose(sentence[chosen.end() :]) if not is_unit(word)]
+    if words and not _ENDED.search(sentence) and (len(values) > 1 or len(words) > WORDS):
         return None  # a sentence that was cut off, or is none
     unit = _UNITS.match(sentence, chosen.end())
     measured = unit and all(is_measure(word) for word in unit.groups() if word) and unit[1] != "in"
