@@ -1,4 +1,4 @@
-"""What shows the metrics of a run beside metrics.jsonl: TensorBoard, Weights & Biases, a page for Prometheus."""
+"""Show the metrics of a run beside metrics.jsonl: TensorBoard, Weights & Biases, a page for Prometheus."""
 
 from collections.abc import Callable, Mapping, Sequence
 
