@@ -16,12 +16,10 @@ the commands in rlthink_tiny.py (`:zero` for `:think`). `:rooms` has answers of 
     python main.py --config configs/rlzero_tiny.py:rooms
 """
 
-from ml_collections import ConfigDict
-
 from specrl_jax.config import base
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config(arg: str = ""):
     if arg not in ("", "small", "rooms", "smoke"):
         raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there are small, rooms, smoke")
     c = base()
@@ -64,7 +62,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.steps = 3
         c.grpo.prompts_per_step = 4
         c.grpo.group_size = 4
-        c.rollout.num_slots = 18  # no multiple of four: no smaller batches, so a third of the programs
+        c.rollout.num_slots = 16
         c.rollout.max_response_tokens = 12
         c.eval.problems = 16
         c.checkpoint.every = 1

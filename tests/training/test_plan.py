@@ -93,12 +93,12 @@ def test_every_prompt_under_way_has_a_group_in_the_lookup_cache(prompts, groups)
     ids=str,
 )
 def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, groups, sequences):
-    """The smoke variant: 18 slots, 4 prompts of 4 answers."""
+    """The smoke variant: 16 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
     limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
     assert (limits.groups, limits.sequences, limits.width) == (groups, sequences, 0)
-    assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (18, 5, 16, 22)
+    assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
 
 
 def test_experts_are_replayed_where_there_are_some():
