@@ -16,10 +16,12 @@ the commands in rlthink_tiny.py (`:zero` for `:think`). `:rooms` has answers of 
     python main.py --config configs/rlzero_tiny.py:rooms
 """
 
+from ml_collections import ConfigDict
+
 from specrl_jax.config import base
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> ConfigDict:
     if arg not in ("", "small", "rooms", "smoke"):
         raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there are small, rooms, smoke")
     c = base()
