@@ -18,7 +18,7 @@ from tests.helpers import cells, toys
 from tests.helpers.cells import PROMPT, TARGET, Cell
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import block_chances, rejection_chances, sequences, softmax
-from tests.helpers.long import long_but, slow_but
+from tests.helpers.long import long_but
 from tests.helpers.statistics import decisive_distance, total_variation
 
 # --- the law of two rows, enumerated: what one row drafts decides how much of the other is verified
@@ -282,7 +282,8 @@ def test_the_engine_returns_the_targets_distribution_under_a_budget(drafter, rul
 OF_THE_TARGET_ALONE = list(itertools.product([("coupled", 1.0), ("rejection", 0.0)], [1, 2]))
 
 
-@pytest.mark.parametrize("sampled, devices", slow_but([(("coupled", 1.0), 1)], OF_THE_TARGET_ALONE))
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled, devices", OF_THE_TARGET_ALONE)
 def test_tokens_that_do_not_depend_on_the_drafts_do_not_depend_on_the_budget(sampled, devices):
     rule, temperature = sampled
     prompts = [[1, 0, 1], [2], [0, 1, 2, 0], [1, 1]]

@@ -173,6 +173,7 @@ def test_weights_that_arrive_within_a_call_draw_what_follows(limits):
     assert_pieces(dataclasses.replace(found), tables)
 
 
+@pytest.mark.slow
 def test_a_call_of_finished_rollouts_draws_nothing():
     with jax.enable_x64(True):
         engine = engine_of(**RECORDED)

@@ -78,6 +78,7 @@ def test_all_run_the_chunks_that_the_first_one_chose(run):
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
 
 
+@pytest.mark.slow
 def test_a_chunk_takes_about_ten_bytes(run):
     """Eight say what is drafted, one each before and after whether to stop; more where rows only wait for pages."""
     messages = Messages()

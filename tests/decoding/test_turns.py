@@ -173,6 +173,7 @@ def test_prefilled_again_is_counted(monkeypatch):
     assert (found.prefilled + found.policy_tokens > found.length).any()
 
 
+@pytest.mark.slow
 def test_environment_tokens_have_no_logprob_and_are_no_drafts():
     found, _ = run("suffix")
     assert not found.logprobs[found.environment].any()

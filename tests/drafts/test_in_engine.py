@@ -66,8 +66,8 @@ DRAFTS = {
 KINDS = list(DRAFTS)
 # MTP shares its drafter with EAGLE-3: one of them is enough where the law is the drafter's.
 # Of a test that is slow for each.
-some_kinds = pytest.mark.parametrize("kind", long_but(["eagle3", "dspark"], KINDS))
-kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long), *KINDS[2:]])
+some_kinds = pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS, slow=["dspark"]))
+kinds = pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS, slow=[kind for kind in KINDS if kind != "mtp"]))
 BLOCKS = ("dspark", "dflash")  # their caches are level after every forward of the policy, whoever asked for it
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
 K, B, LONGEST = 3, 16, 24
@@ -365,6 +365,7 @@ def drafts_by_length(kind, slots):
     return {(row, int(slots.length[row])): logits[row] for row in np.flatnonzero(~np.asarray(slots.done))}
 
 
+@pytest.mark.slow
 @kinds
 def test_a_pause_longer_than_a_draft_has_to_be_made_up_for(kind):
     """Right after the prompt, and long enough that what a draft goes over by itself does not cover it.

@@ -291,7 +291,7 @@ def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([], ["dry_run.devices=0", "-1"]),
+        ([], ["dry_run.devices=0", "1 or 8"]),
         (["--config.dry_run.devices=64", "--config.dry_run.target=cpu"], ["dry_run.devices=64", "8 fake CPU devices"]),
         (["--config.dry_run.devices=8", "--config.dry_run.target=cpu", "--config.mesh.fsdp=3"], ["mesh.fsdp=3", "8"]),
         (["--config.dry_run.devices=-1"], ["dry_run.devices=-1"]),

@@ -53,6 +53,7 @@ def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
     ).tolist() == list(range(3, 35))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [-1, 1])
 def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     setup, workdir = run

@@ -121,6 +121,7 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
     assert generator.generate(PROMPTS, samples=3, seed=5).tokens != out.tokens
 
 
+@pytest.mark.slow
 def test_chat_messages_go_through_the_template(folders):
     generator = load(folders, "none")
     template = types.SimpleNamespace(

@@ -367,6 +367,7 @@ def fixed_drafter(deterministic, logits=True):
     return Drafter(3, draft, lambda params, text, cache: cache + text.length.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic):
     slots = some_slots(cache=jnp.int32(5))

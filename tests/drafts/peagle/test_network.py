@@ -110,6 +110,7 @@ def test_every_draft_is_as_the_formulas_say(name):
         np.testing.assert_allclose(found[:, 0, t], by_hand(name, t, *text()), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_draft_reads_nothing_that_serving_would_not_have_yet():
     """Features behind its pair, and tokens from the first draft on."""
     tokens, features, embed = text()
