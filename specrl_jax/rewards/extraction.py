@@ -25,8 +25,10 @@ _MARK = re.compile(
     r"|^[ \t]*(?:the[ \t]+)?(?:final[ \t]+)?(?:answer|result)[ \t]*[:.]?[ \t]*$(?=\s*\S)",
     re.IGNORECASE | re.MULTILINE,
 )
-_IS = re.compile(
-    r"\banswers?\b[^.:=\n]{0,60}?\s(?:is|are|was|be|equals)\b(?!\s+(?:correct|right|below)\b):?", re.IGNORECASE
+_IS = re.compile(  # "the answers posted in a day are 3" counts answers
+    r"\b(?:answer\b|answers(?=\s+(?:is|are|be|to)\b))[^.:=\n]{0,60}?\s(?:is|are|was|be|equals)\b"
+    r"(?!\s+(?:correct|right|below)\b):?",
+    re.IGNORECASE,
 )
 _THE_ANSWER_IS = re.compile(
     r"\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?answer\s*(?:(?:is|are|equals)\b:?|:|=)",

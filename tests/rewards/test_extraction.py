@@ -42,6 +42,7 @@ RIGHT = {
         "Answer: Janet makes $18 every day.",
         "The answer is `18`.",
         "The answer is **18**!",
+        "The number of answers posted in the forum is 2*7 = 14.\n\nWith the questions it is **18**.",
         "The answer would be 18 dollars a day.",
         "So 9 * 2 = 18 dollars every day.",
         "She sells 9 of the 16 eggs and makes $18 every day.",
