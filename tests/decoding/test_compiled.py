@@ -18,7 +18,6 @@ from specrl_jax.errors import Stopped
 from tests.helpers import toys
 from tests.helpers.cells import TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
-from tests.helpers.long import slow_but
 from tests.helpers.rollouts import MODEL, engine_and_weights
 
 PROMPTS = [row.tolist() for n in (1, 2, 3) for row in sequences(V, n)]
@@ -103,9 +102,10 @@ def test_programs_are_few():
     assert set(run.compiled.all()) >= {Program("decode", size, k) for size in (64, 16, 4) for k in SEVEN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rollouts", "decodes"),
-    slow_but([(1, {(4, 3)})], [(65, {(64, 3), (16, 3), (4, 3)}), (16, {(16, 3), (4, 3)}), (1, {(4, 3)})]),
+    [(65, {(64, 3), (16, 3), (4, 3)}), (16, {(16, 3), (4, 3)}), (1, {(4, 3)})],
 )
 def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes):
     """A smaller batch never decodes in the larger ones. Nothing is left to compile while the call runs."""

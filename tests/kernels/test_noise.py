@@ -177,6 +177,7 @@ def test_a_gumbel_is_one_word_of_the_block_of_its_pair_of_tokens():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [1, 2, 7, 256, 257, 700, 1000, 1024])
 def test_rows_of_a_vocabulary_are_its_tokens_one_by_one(V):
     """Bit for bit, whatever the shape. Jitted: alone on 3 or 7 numbers, XLA's log on a CPU rounds otherwise."""

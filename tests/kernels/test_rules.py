@@ -102,6 +102,7 @@ def test_the_chances_are_those_of_the_papers(V, k):
             np.testing.assert_allclose(kept[row], exact.rejection_chances(p[row], q[row], drafts[row]), rtol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V, k", SIZES)
 def test_block_accepts_as_many_as_rejection_or_more(V, k):
     """Of 60 random models: never fewer on average, mostly more where k > 1; the same for k = 1 and a certain draft."""

@@ -37,6 +37,7 @@ def grid(points):
 # --- the final distribution
 
 
+@pytest.mark.slow
 @given(
     logits=LOGITS | FINE_LOGITS,
     temperature=st.sampled_from([0.25, 0.7, 1.0, 1.5, 4.0]),
@@ -220,6 +221,7 @@ def test_a_draw_is_monotone_in_its_uniform():
     assert (np.diff(indices) >= 0).all() and indices[0] == 0 and indices[-1] == TILE - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [TILE + 1, 2 * TILE, 3 * TILE - 7])
 def test_beyond_one_tile_the_first_uniform_picks_the_tile_and_the_second_the_entry(V):
     """Each by its own inverse CDF; the last tile of V = 513 has one entry, of 1529 all but seven."""

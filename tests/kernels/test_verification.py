@@ -385,6 +385,7 @@ def test_noise_of_the_absolute_position_makes_the_second_block_depend_on_the_fir
 # --- drafts without probabilities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("certain", ["no logits", "logits to ignore"])
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_without_probabilities_plain_decoding_is_replayed_token_for_token(certain, rule):
@@ -478,6 +479,7 @@ def test_a_draft_that_is_not_finite_leaves_the_targets_distribution(rule):
     assert_drawn_from(completed(model, sampling, out.tokens, out.num_accepted + 1), probs, at_most=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", NONFINITE, ids=["nan", "one nan", "inf", "impossible"])
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_a_draft_ends_before_a_distribution_that_is_not_finite(rule, logits):
@@ -604,6 +606,7 @@ def test_greedy_with_nothing_drafted_is_the_argmax():
 ROW_SAMPLINGS = [*(Sampling(0.8, 5, 0.9, rule) for rule in [*RATIO_RULES, "coupled"]), Sampling(0.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ROW_SAMPLINGS, ids=[*RATIO_RULES, "coupled", "greedy"])
 def test_a_row_depends_on_nothing_but_itself(sampling):
     """Bit-equal under another order, under other neighbours, and alone; a vocabulary of more than one tile."""

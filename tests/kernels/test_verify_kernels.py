@@ -155,7 +155,9 @@ EACH = [(backend, rule) for backend in ("gpu", "tpu") for rule in ("rejection", 
 SOME = jnp.arange(B) % 2 == 0
 
 
-@pytest.mark.parametrize("backend, name", long_but(EACH, ["gpu", "tpu"], SAMPLINGS))
+@pytest.mark.parametrize(
+    "backend, name", long_but([("gpu", "block"), ("tpu", "coupled")], ["gpu", "tpu"], SAMPLINGS, slow=EACH)
+)
 def test_verification_is_the_references(backend, name):
     """Rows with and without probabilities mixed, a reduced vocabulary that fills no tile."""
     accepted = compare(backend, SAMPLINGS[name], with_draft(case(3, 1, True), deterministic=SOME))

@@ -469,6 +469,7 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
 WHOLE = (tuple(ONE.items()), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", long_but(["ce"], ["ce", "e2e_tv"]))
 def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
     gradient, metrics = recorded_update(*WHOLE, loss)
@@ -494,6 +495,7 @@ def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_
     assert_trees_close(metrics, recorded_update(*WHOLE, loss)[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_updates_with_some_anchors_take_turns_over_all_tokens(partition):
     """At one draft step: the sums over three updates with every third token are those of one with all."""
     draft, rng = PEagleDraft(peagle.peagle_config(POLICY, 1, VD)), np.random.default_rng(3)

@@ -183,6 +183,7 @@ def test_random_parameters_do_not_depend_on_the_mesh():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(sharded), jax.device_get(one))
 
 
+@pytest.mark.slow
 def test_padding_and_prompt_positions_carry_no_gradient():
     """Junk behaviour and reference log-probs outside the mask, other pad tokens: the same gradient, bit for bit."""
     rows, inputs = batch()

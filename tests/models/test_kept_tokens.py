@@ -13,7 +13,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models.lm_head import TargetDistribution, TokenScores, draft_terms, token_scores
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 from tests.helpers.exact import final_probs, sequences
-from tests.helpers.long import long_but
+from tests.helpers.long import long_but, slow_but
 from tests.models.test_lm_head import (
     CLOSE,
     IDS,
@@ -71,10 +71,11 @@ def scores_by_hand(hidden, table, targets, cotangents, keep, temperature):
         return jax.device_get((found, pull(TokenScores(*(jnp.asarray(c, jnp.float64) for c in cotangents)))))
 
 
+SLOW = pytest.param(10, 30, "eight", marks=pytest.mark.slow)
 SOME_LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((0, V, "one"), (7, V, "eight"))]
 
 
-@pytest.mark.parametrize(("entries", "vocab", "mesh"), [(7, V, "one"), (10, 30, "eight"), *SOME_LONG])
+@pytest.mark.parametrize(("entries", "vocab", "mesh"), [(7, V, "one"), SLOW, *SOME_LONG])
 def test_scores_are_those_of_the_tokens_kept(entries, vocab, mesh):
     """Some rows' kept tokens lie in few tiles, so that other tiles have none."""
     hidden, table, targets, cotangents = inputs_of(vocab)
@@ -117,7 +118,7 @@ def terms_by_hand(outputs, table, target, keep, drafted, cotangents):
         return jax.device_get((found, pull(DraftTerms(crossed, jnp.zeros_like(crossed), overlap))))
 
 
-@pytest.mark.parametrize(("entries", "vocab", "mesh"), [(5, 13, "one"), (4, 12, "eight")])
+@pytest.mark.parametrize(("entries", "vocab", "mesh"), slow_but([(5, 13, "one")], [(5, 13, "one"), (4, 12, "eight")]))
 def test_draft_terms_are_those_of_the_tokens_kept(entries, vocab, mesh):
     """Also where the draft's vocabulary has none of them: nothing is accepted, the cross-entropy has no gradient."""
     drafted = IDS[vocab]

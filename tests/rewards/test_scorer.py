@@ -491,6 +491,7 @@ def test_a_mistake_is_one_line(names, message):
     assert "\n" not in str(mistake.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -45,6 +45,7 @@ EVERY = tuple(range(LONGEST + 1))
 SOME = [("eagle3", (1, 3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, programs", SOME + [pytest.param(kind, EVERY, marks=pytest.mark.long) for kind in KINDS if kind != "none"]
 )

@@ -29,6 +29,7 @@ def learner_partition():
     return partitioner(make_mesh(ONE, jax.devices()[:1]), LEARNER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, cut, packed", long_but([("rejection", "both", True)], RULES, CUTS, (True, False)))
 def test_learner_and_rollouts_agree_on_the_log_probs(rule, cut, packed):
     """To float32's rounding, while those over the whole vocabulary are far off."""
