@@ -57,13 +57,13 @@ def _lines(rows: list[Row], steps: list[Row], draft_length: int) -> list[tuple[s
         tokens = [f"{_shown(row.get('spec/acceptance_length'), '.1f')} of {draft_length + 1}" for row in (first, last)]
         lines.append(("accepted tokens", f"{tokens[0]} a verification in the first step, {tokens[1]} in the last"))
     shares = ", ".join(f"{part} {share}%" for part, share in _shares(timed).items())
-    note = "" if clean else ", with compiling"
+    note = "" if clean else ", compiling"
     lines.append(("time of a step", f"{shares} of {_median(timed, 'time/total'):.3g} s{note}"))
     return lines
 
 
 def _shares(timed: list[Row]) -> dict[str, int]:
-    """Return per cent of the learner's time by phase, and between the phases; their sum is 100."""
+    """Return per cent of the learner's time by phase, and of what is none of them; their sum is 100. None is 0."""
     parts = {phase: sum(row[f"time/{phase}"] for row in timed) for phase in PHASES}
     waited = sum(row.get("time/exposed_generation", row["time/generate"]) for row in timed)
     if waited < 0.98 * parts["generate"]:  # beside the learner, as the data was drawn
@@ -71,15 +71,13 @@ def _shares(timed: list[Row]) -> dict[str, int]:
         parts = {names.get(phase, phase): seconds for phase, seconds in (parts | {"generate": waited}).items()}
         parts.pop("")
     total = max(sum(row["time/total"] for row in timed), sum(parts.values()))
-    parts["between them"] = total - sum(parts.values())
+    parts["other"] = total - sum(parts.values())
     exact = {part: 100 * seconds / total for part, seconds in parts.items()}
     whole = {part: int(share) for part, share in exact.items()}
     # What rounding down has left goes to the largest remainders.
     for part in sorted(exact, key=lambda part: whole[part] - exact[part])[: 100 - sum(whole.values())]:
         whole[part] += 1
-    if not whole["between them"]:
-        del whole["between them"]
-    return whole
+    return {part: share for part, share in whole.items() if share}
 
 
 def _speed(timed: list[Row], last: Row) -> str:

@@ -75,7 +75,7 @@ def test_the_shares_of_a_step_add_up(seconds, glue, capsys):
     print_report(rows, 0, "figure.png")
     found, _ = shares(printed(capsys)["time of a step"])
     assert sum(found.values()) == 100 and min(found.values()) >= 0
-    assert found.get("between them", 0) == pytest.approx(100 * 3 * glue / sum(r["time/total"] for r in rows[2:]), abs=1)
+    assert found.get("other", 0) == pytest.approx(100 * 3 * glue / sum(r["time/total"] for r in rows[2:]), abs=1)
 
 
 def test_what_is_generated_beside_the_learner_is_no_share_of_its_step(capsys):
@@ -96,7 +96,7 @@ def test_medians_leave_out_steps_that_compiled(capsys):
     assert lines["rollouts"] == "100 tokens/s"
     assert lines["time of a step"] == "data 10%, prepare 10%, generate 10%, logprob 10%, train 60% of 10 s"
     print_report(slow, 0, "figure.png")
-    assert printed(capsys)["time of a step"].endswith("of 100 s, with compiling")
+    assert printed(capsys)["time of a step"].endswith("of 100 s, compiling")
 
 
 DRAFT = {"spec/acceptance_length": 2.5, "spec/acceptance_rate_pos_1": 0.8}
