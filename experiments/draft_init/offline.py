@@ -61,6 +61,7 @@ def make_case(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, 
     c.data.task, c.eval.task = prompts, EVALUATED[prompts]
     c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
     c.steps, c.draft.decay_steps, c.seed = updates, updates, seed
+    c.draft.warmup = min(c.draft.warmup, updates // 2)  # of few updates, --small
     if prompts == "rooms":
         c.policy.path, c.rollout.seed = folder("rooms", "base", seed), seed
     else:
