@@ -74,7 +74,7 @@ def test_tests_that_fail_anyway_prove_nothing(checkout):
     assert said[1].startswith("not passed without any mutation: test_double::test_double: assert 6 == 7")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command():
     command = [sys.executable, "-m", "experiments.robustness.mutations", "--small"]
     done = subprocess.run(command, cwd=ROOT, env=process_environment(), capture_output=True, text=True)
