@@ -306,7 +306,7 @@ def _train(config: Config) -> None:
     for key, greedy, value in (("temperature", r.temperature == 0, r.temperature), ("top_k", r.top_k == 1, r.top_k)):
         if greedy:
             raise InputError(
-                f"rollout.{key}={value}: all responses to a prompt would be its greedy one, which teaches nothing; "
+                f"rollout.{key}={value}: all responses to a prompt would be its greedy one, so no reward differs; "
                 "leave 1.0 for the temperature and 0 for top_k (eval.temperature may be 0)"
             )
     if draft.compare_rounds == 1:

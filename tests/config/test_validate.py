@@ -229,7 +229,7 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"task": "benchmark", "benchmark.lengths": (0, 4)}, ["benchmark.lengths=(0, 4)", "draft.length=3"]),
         ({"task": "dry_run"}, ["dry_run.devices=0", "1 or 8"]),
         ({"rollout.temperature": 0.0}, ["rollout.temperature=0.0", "eval.temperature"]),
-        ({"rollout.top_k": 1}, ["rollout.top_k=1", "teaches nothing"]),
+        ({"rollout.top_k": 1}, ["rollout.top_k=1", "no reward differs"]),
         (GAME | {"environment.name": "gessing"}, ("no environment 'gessing'", "calculator")),
         (GAME | {"environment.template": "so"}, ("environment.template", "{message}")),
         (GAME | {"environment.turn_tokens": 49}, ("environment.turn_tokens=49", "rollout.max_response_tokens=12")),
