@@ -55,9 +55,9 @@ class Problems:
                 continue
             for source in (*self.train, *self.validation.values()):
                 problems = [] if isinstance(source, TaskSource) else [source[i] for i in range(len(source))]
-                rows = [p for p in problems if p.where and _own(name, p)]
-                for p in rows[:: max(1, -(-len(rows) // most))]:
-                    found.append(OwnAnswer(p.where, name, Row(_own(name, p), p.answer, Context(p.prompt, p.row))))
+                rows = [(p, own) for p in problems if p.where and (own := _own(name, p))]
+                for p, own in rows[:: max(1, -(-len(rows) // most))]:
+                    found.append(OwnAnswer(p.where, name, Row(own, p.answer, Context(p.prompt, p.row))))
         return found
 
     def texts(self) -> tuple[list[str], list[str]]:
