@@ -13,6 +13,8 @@ or the Gumbel noise of two tokens, from
 uint32 arithmetic: the same lines run under XLA and inside a Pallas kernel.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -41,6 +43,7 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
     return x, y
 
 
+@functools.partial(jax.jit, static_argnames="stream")
 def uniforms(
     seed: jax.Array, rollout_id: jax.Array, position: jax.Array, offset: jax.Array | int, stream: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -50,6 +53,8 @@ def uniforms(
       seed: [] uint32.
       rollout_id, position, offset: integers that broadcast together; offset < 2**28.
       stream: DRAFT, ACCEPT or RESIDUAL.
+
+    Jitted, so that the rounds of several draws of a program are traced and lowered once.
     """
     first, second = _block(seed, rollout_id, position, stream, offset)
     return _unit(first), _unit(second)
@@ -73,6 +78,7 @@ def gumbel(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, token: j
     return jnp.where(half % jnp.uint32(2) == 0, first, second)
 
 
+@functools.partial(jax.jit, static_argnames="V")
 def gumbel_rows(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, V: int) -> jax.Array:
     """Return `gumbel` of tokens 0 to V - 1: [...] ids and positions -> [..., V] float32, one block per two tokens."""
     rollout_id, position = (jnp.asarray(x)[..., None] for x in (rollout_id, position))

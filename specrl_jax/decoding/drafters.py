@@ -1,6 +1,7 @@
 """The interface of drafters to the engine, and the draw of one drafted token."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
@@ -59,13 +60,15 @@ NO_DRAFTER: Drafter = Drafter(
 )
 
 
+@functools.partial(jax.jit, static_argnames="sampling")
 def sample_draft(
-    noise: Noise, logits: jax.Array, offset: int, vocab_map: jax.Array | None, sampling: Sampling
+    noise: Noise, logits: jax.Array, offset: jax.Array | int, vocab_map: jax.Array | None, sampling: Sampling
 ) -> jax.Array:
     """Sample token number `offset` of a draft from softmax(logits / temperature); the argmax at temperature 0.
 
     Sampled drafts have acceptance 1 - TV(p, q), and the ratio rules need the distribution that a draft was drawn from.
-    Under `coupled` the draw uses the Gumbel noise that the target's token of that position will be drawn with.
+    Under `coupled` the draw uses the Gumbel noise that the target's token of that position will be drawn with. Jitted,
+    so that the draws of k steps are traced and lowered once.
 
     Args:
       logits: [B, Vd] float32 (float64).
@@ -85,7 +88,7 @@ def sample_draft(
     return index if vocab_map is None else vocab_map[index]
 
 
-def _coupled_noise(noise: Noise, offset: int, vocab_map: jax.Array | None, Vd: int) -> jax.Array:
+def _coupled_noise(noise: Noise, offset: jax.Array | int, vocab_map: jax.Array | None, Vd: int) -> jax.Array:
     """Return [B, Vd] float32, the target's noise of the ids in the draft's vocabulary."""
     position = noise.position + offset
     if vocab_map is None:

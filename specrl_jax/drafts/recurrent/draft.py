@@ -1,5 +1,7 @@
 """Base class of drafts with a recurrent head of one layer: their cache in the engine and their drafter."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -92,6 +94,26 @@ def committed_pairs(
     return hidden.astype(config.dtype), embedded_tokens(table, following, config)
 
 
+@functools.partial(jax.jit, static_argnames=("head", "partition"))
+def drafted_step(
+    params: Weights,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    pairs: kv.Paging,
+    cache: DraftCache,
+    *,
+    head: RecurrentDraft,
+    partition: Partitioner,
+) -> tuple[jax.Array, DraftCache, jax.Array]:
+    """Apply the head to one pair [B, 1] of each row: the next hidden [B, 1, D], the cache, logits [B, Vd] float32.
+
+    Jitted, so that k steps are traced and lowered once.
+    """
+    a, cache = head.extend(params.draft, hidden, embedded, pairs, cache, partition)
+    a = partition.constrain(a, "batch", None, None)
+    return a, cache, head.logits(params, a)[:, 0]
+
+
 def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens with an EAGLE-3 or MTP head; its input embedding is the policy's."""
 
@@ -115,9 +137,8 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
             if token is not None:
                 last = embedded_tokens(params.policy["embed"], token[:, None], config)
                 own = slots.place(slots.length[:, None] - 2 + i)
-            a, cache = head.extend(params.draft, a, last, own, cache, config.partition)
-            a = config.partition.constrain(a, "batch", None, None)
-            return head.logits(params, a)[:, 0]
+            a, cache, logits = drafted_step(params, a, last, own, cache, head=head, partition=config.partition)
+            return logits
 
         drafted = draft_tokens(step, slots, seed, k, params.vocab_map, config)
         return drafted, slots.cache._replace(draft=cache)

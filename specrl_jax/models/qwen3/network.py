@@ -1,6 +1,7 @@
 """The forward pass of Qwen3, over either layout of the parameters (models/qwen3/params.py)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -87,30 +88,29 @@ def forward(
       table: the rows' pages of the cache.
     """
     angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, config.yarn)
-
-    def block(
-        x: jax.Array,
-        w: Params,
-        attend: AttendRows,
-        attend_fused: AttendFused | None = None,
-        replayed: jax.Array | None = None,
-    ) -> tuple[jax.Array, moe.Routed | None]:
-        mlp = feed_forward(config, partition, inputs.counted, replayed)
-        return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype), attend_fused)
-
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
         attend = options.attention(inputs.segment_ids, partition)
         replayed = None if inputs.experts is None else by_layer(inputs.experts, config)
-        x, aux, routed = _scanned(branch(params, "layers"), x, block, attend, replayed, options, partition)
+
+        def block(x: jax.Array, w: Params, replayed: jax.Array | None) -> tuple[jax.Array, moe.Routed | None]:
+            mlp = feed_forward(config, partition, inputs.counted, replayed)
+            return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype))
+
+        x, aux, routed = _scanned(branch(params, "layers"), x, block, replayed, options, partition)
     else:
         assert table is not None, "a cache is read by a table"
         assert inputs.experts is None, "what is decoded chooses its experts"
-        layers, paging = branches(params, "layers"), kv.Paging(table, inputs.positions)
-        x, aux, routed, cache = _unrolled(
-            layers, x, block, paging, cache, options.aux_layers, partition, config.norm_epsilon
+        decoded = functools.partial(
+            decoded_layer,
+            angles=angles,
+            paging=kv.Paging(table, inputs.positions),
+            counted=inputs.counted,
+            config=config,
+            partition=partition,
         )
+        x, aux, routed, cache = _unrolled(branches(params, "layers"), x, decoded, cache, options.aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     logits = logprobs = entropy = normaliser = None
     if inputs.targets is not None:
@@ -161,17 +161,16 @@ def feed_forward(
 # From the fused product [B, T, K, R + 2, H] of the inference layout and how its heads are normed and rotated to
 # attention's output [B, T, N, H]; None where no kernel does all of it.
 AttendFused = Callable[[jax.Array, kv.Heads], jax.Array | None]
-# (x [B, T, D], layer, attention, attention fused, experts to take) -> (x [B, T, D], its routing; None: dense).
-Block = Callable[
-    [jax.Array, Params, AttendRows, AttendFused | None, jax.Array | None], tuple[jax.Array, moe.Routed | None]
-]
+# (x [B, T, D], layer, experts to take) -> (x [B, T, D], its routing; None: dense).
+Block = Callable[[jax.Array, Params, jax.Array | None], tuple[jax.Array, moe.Routed | None]]
+# (x [B, T, D], layer, its pages) -> (x [B, T, D], its routing; None: dense; its pages).
+DecodedLayer = Callable[[jax.Array, Params, jax.Array], tuple[jax.Array, moe.Routed | None, jax.Array]]
 
 
 def _scanned(
     stacked: Params,
     x: jax.Array,
     block: Block,
-    attend: AttendRows,
     replayed: jax.Array | None,
     options: Options,
     partition: Partitioner,
@@ -180,7 +179,7 @@ def _scanned(
 
     def apply(x: jax.Array, w: Params, replayed: jax.Array | None) -> tuple[jax.Array, moe.Routed | None]:
         # Adapters are merged here, inside the checkpoint: the merged weights of one layer exist at a time.
-        x, routed = block(x, merged(w), attend, None, replayed)
+        x, routed = block(x, merged(w), replayed)
         return partition.constrain(x, "batch", "sequence", None), routed
 
     apply = rematerialised(apply, options.remat)
@@ -205,37 +204,55 @@ def _scanned(
 def _unrolled(
     layers: Sequence[Params],
     x: jax.Array,
-    block: Block,
-    paging: kv.Paging,
+    decoded: DecodedLayer,
     cache: kv.KVCache,
     aux_layers: tuple[int, ...],
-    partition: Partitioner,
-    epsilon: float,
 ) -> tuple[jax.Array, jax.Array | None, moe.Routed | None, kv.KVCache]:
     """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
-    written: list[jax.Array] = []
-    entering, routing = [], []
-    for index, w in enumerate(layers):
+    written, entering, routing = [], [], []
+    for w, pages in zip(layers, cache, strict=True):
         entering.append(x)
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
-            out, pages = kv.attend(q, k, v, cache[index], paging, partition)
-            written.append(pages)
-            return out
-
-        def attend_fused(fused: jax.Array, heads: kv.Heads, index: int = index) -> jax.Array | None:
-            found = kv.attend_fused(fused, heads, epsilon, cache[index], paging, partition)
-            if found is None:
-                return None
-            written.append(found[1])
-            return found[0]
-
-        x, routed = block(x, w, attend, attend_fused, None)
-        if routed is not None:
-            routing.append(routed)
+        x, routed, pages = decoded(x, w, pages)
+        written.append(pages)
+        routing.append(routed)
     aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
-    together = jax.tree.map(lambda *layers: jnp.stack(layers), *routing) if routing else None
-    return x, aux, together, tuple(written)
+    return x, aux, jax.tree.map(lambda *layers: jnp.stack(layers), *routing), tuple(written)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "partition"))
+def decoded_layer(
+    x: jax.Array,
+    w: Params,
+    pages: jax.Array,
+    *,
+    angles: tuple[jax.Array, jax.Array],
+    paging: kv.Paging,
+    counted: jax.Array | None,
+    config: Qwen3Config,
+    partition: Partitioner,
+) -> tuple[jax.Array, moe.Routed | None, jax.Array]:
+    """Run one block of the inference layout over its pages: x [B, T, D] -> (x [B, T, D], its routing, the pages).
+
+    Jitted, with all it reads as arguments, so that a program of L layers traces and lowers one. XLA inlines the calls.
+    """
+    written = pages
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        nonlocal written
+        out, written = kv.attend(q, k, v, pages, paging, partition)
+        return out
+
+    def attend_fused(fused: jax.Array, heads: kv.Heads) -> jax.Array | None:
+        nonlocal written
+        found = kv.attend_fused(fused, heads, config.norm_epsilon, pages, paging, partition)
+        if found is None:
+            return None
+        out, written = found
+        return out
+
+    mlp = feed_forward(config, partition, counted)
+    x, routed = layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype), attend_fused)
+    return x, routed, written
 
 
 def layer(
