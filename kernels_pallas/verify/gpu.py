@@ -26,6 +26,7 @@ ALIGNED = 4  # columns: TMA needs rows that begin at multiples of 16 bytes
 def statistics(
     options: TileOptions,
     logits: jax.Array,
+    temperature: jax.Array,
     outside: jax.Array | None = None,
     noise: Noise | None = None,
     interpret: object = None,
@@ -37,6 +38,7 @@ def statistics(
 
     Args:
       logits: [R, V] float32.
+      temperature: [R] float32; 0: greedy.
       outside: [V] float32.
       noise: of R rows.
       interpret: parameters of Pallas's interpreter, on a machine without such a GPU.
@@ -46,6 +48,7 @@ def statistics(
     logits = _aligned(logits)
     R, blocks = len(logits), _blocks(options.V)
     asked = {
+        "temperature": temperature,
         "ids": noise and noise.rollout_id,
         "positions": noise and noise.position.astype(jnp.uint32),
         "seed": noise and noise.seed.astype(jnp.uint32).reshape(1),
@@ -65,6 +68,7 @@ def statistics(
             found = tiles.statistics(
                 options,
                 [buffer[i, 0], buffer[i, 1]],
+                given["temperature"][r],
                 columns,
                 [given["outside"][pl.ds(start + h * HALF, HALF)] for h in (0, 1)] if options.outside else None,
                 tiles.halves_of_noise(given["seed"][0], given["ids"][r], given["positions"][r], columns)

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, PartitionSpec
 from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify import gpu, reference, tiled, tpu
 from kernels_pallas.verify.tiled import Kernels
-from kernels_pallas.verify.types import Draft, Noise, Sampling, SamplingMask, Verified, VerifyInputs
+from kernels_pallas.verify.types import Draft, Noise, RowSampling, Sampling, SamplingMask, Verified, VerifyInputs
 
-__all__ = ["KERNELS", "Draft", "Kernels", "Noise", "SamplingMask", "Verified", "VerifyInputs", "kernels_of", "verify"]
+__all__ = ["KERNELS", "Draft", "Kernels", "Noise", "RowSampling", "SamplingMask", "Verified", "VerifyInputs"]
+__all__ += ["kernels_of", "verify"]
 
 # By `jax.Device.platform`; other platforms compile the reference.
 KERNELS = {"gpu": Kernels(gpu.statistics, gpu.residual), "tpu": Kernels(tpu.statistics, tpu.residual)}
@@ -59,11 +60,12 @@ def verify(
     draft = dataclasses.replace(inputs.draft, confidence=None)
     if draft.logits is not None:
         draft = dataclasses.replace(draft, logits=draft.logits.astype(jnp.float32))
-    inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32))
+    inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32), inputs.sampling)
     fn = functools.partial(tiled.verify, sampling=sampling, kernels=kernels)
     # XLA cannot split a kernel over devices: each device verifies its own rows, without communication.
     row, replicated = _spec(rows), _spec(None)
-    specs = VerifyInputs(Noise(replicated, row, row), Draft(row, row, row, replicated, row), row)
+    sampled = None if inputs.sampling is None else RowSampling(row, row, row)
+    specs = VerifyInputs(Noise(replicated, row, row), Draft(row, row, row, replicated, row), row, sampled)
     return cast(Verified, on_each_device(fn, mesh, (specs,), PartitionSpec(rows))(inputs))
 
 

@@ -43,25 +43,26 @@ def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
     """Verify k drafted tokens per row against k + 1 target distributions, by `sampling.rule`."""
     noise, draft = inputs.noise, inputs.draft
     k, Q = draft.tokens.shape[1], inputs.target_logits.shape[1]
-    kept, mask = truncate(widened(inputs.target_logits), sampling)
-    log_weights = kept / (sampling.temperature or 1.0)
-    if sampling.temperature == 0:
-        emitted = by_exact_match(draft, jnp.argmax(inputs.target_logits, axis=-1))
-    elif sampling.rule == "coupled":
-        emitted = by_exact_match(draft, _coupled_draws(noise, log_weights))
+    rows = inputs.rows(sampling)
+    divisor, greedy = rows.divisor[:, None, None], rows.greedy
+    kept, mask = truncate(widened(inputs.target_logits), sampling, inputs.sampling)
+    log_weights = kept / divisor.astype(kept.dtype)
+    if sampling.rule == "coupled":
+        emitted = by_exact_match(draft, _coupled_draws(noise, log_weights, greedy))
     else:
         logits = log_weights[:, : k + 1]
 
-        def deterministic() -> Emitted:
-            return by_exact_match(draft, _plain_draws(noise, logits))
+        def matched() -> Emitted:
+            return by_exact_match(draft, _plain_draws(noise, logits, greedy))
 
         if draft.logits is None or k == 0:
-            emitted = deterministic()
+            emitted = matched()
         else:
-            by_ratio = _by_ratio(noise, draft, widened(draft.logits) / sampling.temperature, logits, sampling.rule)
-            # k + 1 draws per row, skipped in a batch without deterministic rows.
-            by_match = jax.lax.cond(draft.deterministic.any(), deterministic, lambda: by_ratio)
-            emitted = choose_rows(draft.deterministic, by_match, by_ratio)
+            draft_logits = widened(draft.logits)
+            by_ratio = _by_ratio(noise, draft, draft_logits / divisor.astype(draft_logits.dtype), logits, sampling.rule)
+            # k + 1 draws per row, skipped in a batch without such rows.
+            by_match = draft.deterministic | greedy
+            emitted = choose_rows(by_match, jax.lax.cond(by_match.any(), matched, lambda: by_ratio), by_ratio)
     tokens = jnp.pad(emitted.tokens, ((0, 0), (0, Q - emitted.tokens.shape[1])))
     # The largest logit leaves before the log of the sum: far from zero, their sum is rounded to its own size.
     top = log_weights.max(axis=-1, keepdims=True)
@@ -104,18 +105,24 @@ def whole_draft(draft: Draft, num_accepted: jax.Array) -> jax.Array:
     return num_accepted == (draft.tokens.shape[1] if draft.num_drafted is None else draft.num_drafted)
 
 
-def _plain_draws(noise: Noise, logits: jax.Array) -> jax.Array:
-    """Return [B, k+1] tokens, as decoding one token at a time would draw them after the same prefix."""
+def _plain_draws(noise: Noise, logits: jax.Array, greedy: jax.Array) -> jax.Array:
+    """Return [B, k+1] tokens, as decoding one token at a time would draw them after the same prefix; of `greedy` rows
+    [B] the likeliest.
+    """
     positions = noise.position[:, None] + jnp.arange(logits.shape[1])[None]
     uniforms = counter.uniforms(noise.seed, noise.rollout_id[:, None], positions, 0, counter.RESIDUAL)
-    return draw(jax.nn.softmax(logits, axis=-1), uniforms)
+    drawn = draw(jax.nn.softmax(logits, axis=-1), uniforms)
+    likeliest = jax.lax.cond(greedy.any(), lambda: jnp.argmax(logits, axis=-1).astype(drawn.dtype), lambda: drawn)
+    return jnp.where(greedy[:, None], likeliest, drawn)
 
 
-def _coupled_draws(noise: Noise, logits: jax.Array) -> jax.Array:
-    """Return [B, Q] tokens, each the argmax of logits + Gumbel noise of its absolute position."""
+def _coupled_draws(noise: Noise, logits: jax.Array, greedy: jax.Array) -> jax.Array:
+    """Return [B, Q] tokens, each the argmax of logits + Gumbel noise of its absolute position; none of `greedy` rows
+    [B].
+    """
     positions = noise.position[:, None] + jnp.arange(logits.shape[1])[None]
     g = counter.gumbel_rows(noise.seed, noise.rollout_id[:, None], positions, logits.shape[-1])
-    return jnp.argmax(logits + g.astype(logits.dtype), axis=-1)
+    return jnp.argmax(logits + jnp.where(greedy[:, None, None], 0, g).astype(logits.dtype), axis=-1)
 
 
 def _by_ratio(noise: Noise, draft: Draft, draft_logits: jax.Array, logits: jax.Array, rule: str) -> Emitted:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.verify.limits import MOST_KEPT
-from kernels_pallas.verify.types import Sampling, SamplingMask
+from kernels_pallas.verify.types import RowSampling, Sampling, SamplingMask
 
 # Vocabulary entries per tile of the inverse CDF. Part of the definition of a draw: changing it changes tokens.
 TILE = 512
@@ -29,22 +29,37 @@ def most_kept(sampling: Sampling) -> int:
     return sampling.top_k or MOST_KEPT
 
 
-def truncate(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, SamplingMask | None]:
+def truncate(
+    logits: jax.Array, sampling: Sampling, rows: RowSampling | None = None
+) -> tuple[jax.Array, SamplingMask | None]:
     """Return raw logits [..., V], -inf where top-k or top-p cut them, and what they keep; None if both are off.
 
     Top-k keeps the likeliest tokens; of these, top-p keeps every one before which less than top_p of their mass at the
     temperature lies. Of equally likely tokens the lowest ids are kept.
+
+    Args:
+      rows: of logits [B, Q, V]; `sampling` then says the K tokens that are kept at most, and greedy rows are not cut.
     """
     K = min(most_kept(sampling), logits.shape[-1])
     if not K:
         return logits, None
+    if rows is not None:
+        cut, mask = _truncate(logits, K, *(x[:, None, None] for x in (rows.divisor, rows.top_k, rows.top_p)))
+        return jnp.where(rows.greedy[:, None, None], logits, cut), mask
+    return _truncate(logits, K, sampling.temperature, 0, sampling.top_p)
+
+
+def _truncate(
+    logits: jax.Array, K: int, temperature: jax.Array | float, top_k: jax.Array | int, top_p: jax.Array | float
+) -> tuple[jax.Array, SamplingMask]:
+    """Truncate to top_k (0: K), then to top_p; values [B, 1, 1] or of all."""
     # Zero equals minus zero, but a sort may put it first.
     logits = jnp.where(logits == 0, 0.0, logits)
     likeliest, ids = jax.lax.top_k(logits, K)
-    kept = likeliest > -jnp.inf
-    if sampling.top_p < 1.0:
-        probs = jax.nn.softmax(likeliest / sampling.temperature, axis=-1)
-        kept &= jnp.cumsum(probs, axis=-1) - probs < sampling.top_p
+    place = jax.lax.broadcasted_iota(jnp.int32, likeliest.shape, likeliest.ndim - 1)
+    kept = (likeliest > -jnp.inf) & (place < jnp.where(top_k == 0, K, top_k))
+    probs = jax.nn.softmax(jnp.where(kept, likeliest, -jnp.inf) / temperature, axis=-1)
+    kept &= (top_p >= 1.0) | (jnp.cumsum(probs, axis=-1) - probs < top_p)
     count = jnp.maximum(kept.sum(axis=-1, dtype=jnp.int32), 1)
     # Of the tokens with the smallest kept logit, `ids` has the lowest in rising order: those up to the last one stay.
     smallest, last = (jnp.take_along_axis(x, count[..., None] - 1, axis=-1) for x in (likeliest, ids))

@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
     """R rows of logits of one width, with their statistics."""
 
     logits: jax.Array  # [R, V] float32, raw; -inf where top-k or top-p cut them
-    temperature: float
+    temperature: jax.Array  # [R], positive
     top: jax.Array  # [R] largest logits / temperature
     log_sum: jax.Array  # [R] log of the sum of exp(logits / temperature - top)
     tiles: jax.Array  # [R, T] those sums by tile
@@ -54,12 +54,12 @@ class _Rows(NamedTuple):
 
     def pick(self, row: jax.Array, token: jax.Array) -> jax.Array:
         """Return logits / temperature at tokens; -inf for negative ids."""
-        return jnp.where(token < 0, -jnp.inf, self.logits[row, jnp.maximum(token, 0)]) / self.temperature
+        return jnp.where(token < 0, -jnp.inf, self.logits[row, jnp.maximum(token, 0)]) / self.temperature[row]
 
     def window(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Return [..., TILE] logits / temperature of one tile of each `row` [...]; -inf beyond the vocabulary."""
         inside = self.logits.at[row[..., None], _columns(tile)].get(mode="fill", fill_value=-jnp.inf)
-        return inside / self.temperature
+        return inside / self.temperature[row][..., None]
 
 
 class _Target(NamedTuple):
@@ -86,43 +86,53 @@ def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verifi
     noise, draft = inputs.noise, inputs.draft
     B, Q, V = inputs.target_logits.shape
     k = draft.tokens.shape[1]
-    temperature = sampling.temperature or 1.0
-    kept, mask = truncate(inputs.target_logits, sampling)
+    sampled = inputs.rows(sampling)
+    temperature = jnp.repeat(sampled.temperature, Q)
+    kept, mask = truncate(inputs.target_logits, sampling, inputs.sampling)
     logits = kept.reshape(B * Q, V)
-    by_best = sampling.temperature == 0 or sampling.rule == "coupled"
-    by_ratio = not by_best and draft.logits is not None and k > 0
+    coupled = sampling.rule == "coupled"
+    # Any row may be greedy where rows have values of their own.
+    by_best = coupled or inputs.sampling is not None or sampling.temperature == 0
+    by_ratio = not coupled and draft.logits is not None and k > 0
     outside = None
     if by_ratio and sampling.rule == "block" and draft.vocab_map is not None:
         outside = jnp.ones(V, jnp.float32).at[draft.vocab_map].set(0.0)
-    options = TileOptions(V, temperature, outside is not None, by_best, by_best and sampling.temperature != 0)
+    options = TileOptions(V, outside is not None, by_best, coupled)
     ids = jnp.repeat(noise.rollout_id, Q)
     positions = (noise.position[:, None] + jnp.arange(Q)[None]).reshape(-1)
-    found = kernels.statistics(options, logits, outside, Noise(noise.seed, ids, positions) if options.noise else None)
-    rows = _rows(logits, temperature, found)
+    noises = Noise(noise.seed, ids, positions) if options.noise else None
+    found = kernels.statistics(options, logits, temperature, outside, noises)
+    rows = _rows(logits, jnp.repeat(sampled.divisor, Q), found)
     index = jnp.arange(B)[:, None] * Q + jnp.arange(Q)[None]
 
     def plain() -> Emitted:
         uniforms = counter.uniforms(noise.seed, ids, positions, 0, counter.RESIDUAL)
-        return by_exact_match(draft, _draw(rows, uniforms).reshape(B, Q))
+        drawn = _draw(rows, uniforms)
+        drawn = jnp.where(temperature == 0, _best(found), drawn) if by_best else drawn
+        return by_exact_match(draft, drawn.reshape(B, Q))
 
-    if by_best:
-        assert found.best is not None and found.token is not None, "requested by the options"
-        tile = jnp.argmax(found.best, axis=-1)
-        token = jnp.take_along_axis(found.token, tile[:, None], axis=-1)[:, 0]
-        emitted = by_exact_match(draft, token.reshape(B, Q))
+    if coupled:
+        emitted = by_exact_match(draft, _best(found).reshape(B, Q))
     elif not by_ratio:
         emitted = plain()
     else:
         share = None if found.outside is None else _probability(found.top, found.outside, rows.norm).reshape(B, Q)
         ratio = _by_ratio(noise, draft, _Target(rows, index, share), sampling.rule, kernels)
-        match = jax.lax.cond(draft.deterministic.any(), plain, lambda: ratio)
-        emitted = choose_rows(draft.deterministic, match, ratio)
+        by_match = draft.deterministic | sampled.greedy
+        emitted = choose_rows(by_match, jax.lax.cond(by_match.any(), plain, lambda: ratio), ratio)
     logprobs = (rows.pick(index, emitted.tokens) - rows.top[index]) - rows.log_sum[index]
     mask = jax.tree.map(lambda x: x[:, : k + 1], mask)
     return Verified(emitted.tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask)
 
 
-def _rows(logits: jax.Array, temperature: float, found: Statistics) -> _Rows:
+def _best(found: Statistics) -> jax.Array:
+    """Return [R] int32, the best token of each row."""
+    assert found.best is not None and found.token is not None, "requested by the options"
+    tile = jnp.argmax(found.best, axis=-1)
+    return jnp.take_along_axis(found.token, tile[:, None], axis=-1)[:, 0]
+
+
+def _rows(logits: jax.Array, temperature: jax.Array, found: Statistics) -> _Rows:
     top = found.top.max(axis=-1)
     tiles = jnp.exp(found.top - top[:, None]) * found.total
     return _Rows(logits, temperature, top, jnp.log(tiles.sum(axis=-1)), tiles)
@@ -151,9 +161,9 @@ def _by_ratio(noise: Noise, draft: Draft, target: _Target, rule: str, kernels: K
     assert draft.logits is not None, "rows with probabilities have logits"
     (B, k), Q = draft.tokens.shape, target.place.shape[1]
     rows = target.rows
-    draft_options = TileOptions(draft.logits.shape[-1], rows.temperature)
-    flat = draft.logits.reshape(B * k, -1)
-    draft_rows = _rows(flat, rows.temperature, kernels.statistics(draft_options, flat))
+    draft_options = TileOptions(draft.logits.shape[-1])
+    flat, temperature = draft.logits.reshape(B * k, -1), rows.temperature[target.place[:, :k].reshape(-1)]
+    draft_rows = _rows(flat, temperature, kernels.statistics(draft_options, flat, temperature))
     draft = before_nonfinite(draft, draft_rows.norm.reshape(B, k))
     drafted = _Draft(draft_rows, jnp.arange(B)[:, None] * k + jnp.arange(k)[None], draft.vocab_map)
     before = target.place[:, :k]
@@ -196,7 +206,7 @@ def _inner_mass(target: _Target, draft: _Draft, scale: jax.Array, kernels: Kerne
         if draft.vocab_map is None
         else (target.rows.logits[row[:, None], draft.vocab_map[None]], jnp.arange(len(row)))
     )
-    options = TileOptions(draft.rows.logits.shape[1], target.rows.temperature)
+    options = TileOptions(draft.rows.logits.shape[1])
     terms = _terms(target, draft, row, draft_row, scale.reshape(-1))
     mass = kernels.residual(options, p, at, draft.rows.logits[draft_row], terms).sum(axis=-1).reshape(scale.shape)
     return mass if target.outside is None else mass + scale * target.outside[:, 1:k]
@@ -219,14 +229,14 @@ def _draw_residual(
     d = draft.rows.logits[draft_row]
     if draft.vocab_map is not None:
         d = jnp.full((len(row), V), -jnp.inf, jnp.float32).at[:, draft.vocab_map].set(d)
-    options = TileOptions(V, rows.temperature)
+    options = TileOptions(V)
     terms = _terms(target, draft, row, draft_row, scale)
     left = kernels.residual(options, rows.logits, row, d, terms)
     from_p = bonus | ~(left > 0).any(axis=-1)
     tile = first_above(jnp.where(from_p[:, None], rows.tiles[row], left), uniforms[0])
     p = jnp.exp(rows.window(row, tile) - terms.p_norm[:, None])
     inside = d.at[jnp.arange(len(row))[:, None], _columns(tile)].get(mode="fill", fill_value=-jnp.inf)
-    q = jnp.exp(inside / rows.temperature - terms.q_norm[:, None])
+    q = jnp.exp(inside / terms.temperature[:, None] - terms.q_norm[:, None])
     weights = rules.residual(p, q, scale)
     # The kernel's exponential may leave a last bit of weight in a tile where this one leaves none.
     from_p |= ~(weights > 0).any(axis=-1)
@@ -234,4 +244,4 @@ def _draw_residual(
 
 
 def _terms(target: _Target, draft: _Draft, row: jax.Array, draft_row: jax.Array, scale: jax.Array) -> ResidualTerms:
-    return ResidualTerms(scale, target.rows.norm[row], draft.rows.norm[draft_row])
+    return ResidualTerms(target.rows.temperature[row], scale, target.rows.norm[row], draft.rows.norm[draft_row])

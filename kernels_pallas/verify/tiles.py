@@ -21,10 +21,9 @@ Reduce = Callable[..., jax.Array]
 
 
 class TileOptions(NamedTuple):
-    """Static: width, temperature and the requested fields of `Statistics`."""
+    """Static: width and the requested fields of `Statistics`."""
 
     V: int  # vocabulary entries; columns beyond it are padding
-    temperature: float
     outside: bool = False  # sum what the draft's vocabulary lacks
     best: bool = False  # find the best token
     noise: bool = False  # add Gumbel noise before taking the best
@@ -60,6 +59,7 @@ class Statistics(NamedTuple):
 class ResidualTerms:
     """Values per row of the residual max(scale p - q, 0)."""
 
+    temperature: jax.Array  # float32, positive
     scale: jax.Array  # float32
     p_norm: jax.Array  # float32, log-sum-exp of the target's logits / temperature
     q_norm: jax.Array  # float32, log-sum-exp of the draft's logits / temperature
@@ -68,6 +68,7 @@ class ResidualTerms:
 def statistics(
     options: TileOptions,
     logits: Halves,
+    temperature: jax.Array,
     columns: Halves,
     outside: Halves | None,
     noise: Halves | None,
@@ -77,6 +78,7 @@ def statistics(
 
     Args:
       logits: raw.
+      temperature: of the row; 0: greedy, the best token is the likeliest.
       columns: int32, the token ids.
       outside: 1.0 at tokens outside the draft's vocabulary, else 0.0.
       noise: added before the best is taken.
@@ -91,7 +93,9 @@ def statistics(
     def largest(halves: Halves) -> jax.Array:
         return reduced(jnp.max, halves, jnp.maximum)
 
-    x = [jnp.where(c < options.V, h / options.temperature, -jnp.inf) for h, c in zip(logits, columns)]
+    greedy = temperature == 0
+    divisor = jnp.where(greedy, 1.0, temperature)
+    x = [jnp.where(c < options.V, h / divisor, -jnp.inf) for h, c in zip(logits, columns)]
     top = largest(x)
     # A tile of impossible tokens only has no finite top.
     safe = jnp.where(top > -jnp.inf, top, 0.0)
@@ -100,7 +104,7 @@ def statistics(
     if outside is not None:
         found.append(total([jnp.where(o > 0, w, 0.0) for w, o in zip(weights, outside)]))
     if options.best:
-        x = x if noise is None else [h + g for h, g in zip(x, noise)]
+        x = x if noise is None else [h + jnp.where(greedy, 0.0, g) for h, g in zip(x, noise)]
         best = largest(x)
         # Columns are exact in float32, and every backend has a maximum of float32.
         first = largest([jnp.where(h == best, -c.astype(jnp.float32), -jnp.inf) for h, c in zip(x, columns)])
@@ -120,8 +124,8 @@ def residual(
     """
     left = []
     for h, d, column in zip(target, draft, columns):
-        p = jnp.exp(h / options.temperature - terms.p_norm)
-        q = jnp.exp(d / options.temperature - terms.q_norm)
+        p = jnp.exp(h / terms.temperature - terms.p_norm)
+        q = jnp.exp(d / terms.temperature - terms.q_norm)
         left.append(jnp.where(column < options.V, jnp.maximum(terms.scale * p - q, 0.0), 0.0))
     return jnp.sum(left[0] + left[1], axis=-1, keepdims=keepdims)
 

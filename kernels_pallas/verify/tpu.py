@@ -22,13 +22,18 @@ ROWS, MOST_TILES = 8, 128  # per block
 def statistics(
     options: TileOptions,
     logits: jax.Array,
+    temperature: jax.Array,
     outside: jax.Array | None = None,
     noise: Noise | None = None,
     interpret: object = False,
 ) -> Statistics:
     """Compute as `gpu.statistics` does."""
     R, (blocks, n) = len(logits), _blocks(options.V)
-    column = {"ids": noise and noise.rollout_id, "positions": noise and noise.position.astype(jnp.uint32)}
+    column = {
+        "temperature": temperature,
+        "ids": noise and noise.rollout_id,
+        "positions": noise and noise.position.astype(jnp.uint32),
+    }
     column = {name: x[:, None] for name, x in column.items() if x is not None}
     row = {"seed": noise and noise.seed.astype(jnp.uint32), "outside": outside}
     row = {name: x.reshape(1, -1) for name, x in row.items() if x is not None}
@@ -38,12 +43,13 @@ def statistics(
 
     def body(logits_ref: jax.Ref, *refs: jax.Ref) -> None:
         given, results = dict(zip(names, refs)), refs[len(names) :]
-        per_row = {name: given[name][...] for name in ("ids", "positions", "seed") if name in given}
+        per_row = {name: given[name][...] for name in ("temperature", "ids", "positions", "seed") if name in given}
 
         def reduce(i: jax.Array, columns: list[jax.Array]) -> tuple[jax.Array, ...]:
             return tiles.statistics(
                 options,
                 _halves(logits_ref, i),
+                per_row["temperature"],
                 columns,
                 _halves(given["outside"], i) if options.outside else None,
                 tiles.halves_of_noise(per_row["seed"], per_row["ids"], per_row["positions"], columns)

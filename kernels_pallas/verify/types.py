@@ -7,6 +7,7 @@ import dataclasses
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 class Sampling(Protocol):
@@ -23,6 +24,24 @@ class Sampling(Protocol):
     def top_p(self) -> float: ...  # 1.0: off
     @property
     def rule(self) -> str: ...  # rejection, block or coupled
+
+
+class RowSampling(NamedTuple):
+    """How the tokens of each row are sampled, where rows differ: values in place of those of `Sampling`."""
+
+    temperature: jax.Array  # [B] float32; 0: greedy
+    top_k: jax.Array  # [B] int32; 0: off
+    top_p: jax.Array  # [B] float32; 1.0: off
+
+    @property
+    def greedy(self) -> jax.Array:
+        """Return [B] bool, rows that take the target's likeliest token."""
+        return self.temperature == 0
+
+    @property
+    def divisor(self) -> jax.Array:
+        """Return [B] float32, what logits are divided by: the temperature, 1 of greedy rows."""
+        return jnp.where(self.greedy, 1.0, self.temperature)
 
 
 class SamplingMask(NamedTuple):
@@ -65,6 +84,16 @@ class VerifyInputs:
     # [B, Q, V] float32 (float64); entry i follows the i-th drafted token. Entries beyond k only fix the shape, which
     # makes float32 sums equal to the last bit between calls with different k.
     target_logits: jax.Array
+    # None: all rows as `Sampling` says. Else its rule holds, and K = `sampling.most_kept` of it: without K no row is
+    # truncated, with K every row that samples is.
+    sampling: RowSampling | None = None
+
+    def rows(self, sampling: Sampling) -> RowSampling:
+        """Return how each row is sampled."""
+        if self.sampling is not None:
+            return self.sampling
+        values = (jnp.float32, sampling.temperature), (jnp.int32, sampling.top_k), (jnp.float32, sampling.top_p)
+        return RowSampling(*(jnp.full(len(self.draft.tokens), value, dtype) for dtype, value in values))
 
 
 @jax.tree_util.register_dataclass

@@ -34,13 +34,13 @@ class Admitted(NamedTuple):
     admitted: jax.Array  # [B] int32, drafts of each row
 
 
-def admit(slots: Slots, draft: Draft, budget: int, temperature: float) -> Admitted:
+def admit(slots: Slots, draft: Draft, budget: int) -> Admitted:
     """Admit the `budget` most valuable of each shard's drafts, of which it has at least as many places."""
     (B, k), D = draft.tokens.shape, len(slots.pool.count)
     drafted = k if draft.num_drafted is None else draft.num_drafted
     # A token of the target follows the last draft, and none is committed beyond the limit.
     drafted = jnp.where(slots.done, 0, jnp.minimum(drafted, slots.limit - slots.length - 1))
-    worth = jnp.cumprod(jnp.clip(_confidences(slots, draft, temperature), 0, 1), axis=1)
+    worth = jnp.cumprod(jnp.clip(_confidences(slots, draft), 0, 1), axis=1)
     worth = jnp.where(jnp.arange(k)[None] < drafted[:, None], worth, -1.0)
     chosen = jax.vmap(lambda worth: _most_valuable(worth, budget))(worth.reshape(D, -1, k))
     return chosen._replace(admitted=chosen.admitted.reshape(B))
@@ -60,7 +60,7 @@ def _most_valuable(worth: jax.Array, budget: int) -> Admitted:
     return Admitted(row, offset, taken, place, jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
 
 
-def _confidences(slots: Slots, draft: Draft, temperature: float) -> jax.Array:
+def _confidences(slots: Slots, draft: Draft) -> jax.Array:
     """Return [B, k] float32 chances that each draft is kept if those before it are.
 
     The drafter's own where it has some; else the draft's largest probability at each place. Of drafts without
@@ -72,13 +72,15 @@ def _confidences(slots: Slots, draft: Draft, temperature: float) -> jax.Array:
     kept = ((slots.accepted.sum(axis=1) + 1) / (reached + 2)).astype(jnp.float32)[:, None]
     if draft.logits is None:
         return jnp.broadcast_to(kept, draft.tokens.shape)
-    own = largest_probability(draft.logits, temperature) if draft.confidence is None else draft.confidence
+    own = draft.confidence
+    if own is None:
+        own = largest_probability(draft.logits, slots.sampling.divisor[:, None])
     return jnp.where(draft.deterministic[:, None], kept, own)
 
 
-def largest_probability(logits: jax.Array, temperature: float) -> jax.Array:
-    """Return [...] float32: the largest of softmax(logits [..., Vd] / temperature); at temperature 0 as at 1."""
-    logits = logits.astype(jnp.float32) / (temperature or 1.0)
+def largest_probability(logits: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Return [...] float32: the largest of softmax(logits [..., Vd] / divisor [...])."""
+    logits = logits.astype(jnp.float32) / divisor[..., None]
     return jnp.exp(logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1))
 
 

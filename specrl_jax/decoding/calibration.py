@@ -10,6 +10,7 @@ from specrl_jax.decoding.batch import ActiveBatch, EngineParts
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, Params
 
@@ -23,6 +24,8 @@ class CalibratedEngine(EngineParts[Params, Cache], Protocol[Params, Cache]):
 
     @property
     def agree(self) -> Agree: ...
+    @property
+    def sampling(self) -> Sampling: ...
 
 
 def calibrate(
@@ -76,7 +79,8 @@ class _Throwaway(Generic[Params, Cache]):
         """Run one chunk of `size` rows."""
         if self._batch is None or (self._batch.finished and self._batch.scheduler.running < size):
             self._batch = None  # with its cache, before another one is made
-            self._batch = ActiveBatch(self._engine, self._params, Scheduler(*self._requests, 0, None), self._seed)
+            scheduler = Scheduler(*self._requests, 0, None, sampling=self._engine.sampling)
+            self._batch = ActiveBatch(self._engine, self._params, scheduler, self._seed)
             self._batch.prepare()
             self._seed += 1
         self._batch.compact_to(size)

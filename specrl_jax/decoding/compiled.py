@@ -1,5 +1,8 @@
 """The compiled functions of an engine: which exist, when they are compiled, and how long that took.
 
+A call compiles what its first chunk runs. What it may want later, smaller batches and other draft lengths, compiles
+beside the rollouts; who wants a program sooner waits for it.
+
     empty    slots of the largest batch size, every row finished
     refill   prefills each new prompt once and starts rollouts in free slots
     decode   a `lax.while_loop` of fused iterations, one program per (batch size, draft length)
@@ -18,6 +21,7 @@ Each is compiled ahead of time for fixed shapes, so a call that does not fit rai
 import concurrent.futures
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Generic, NamedTuple
@@ -41,6 +45,8 @@ from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Para
 PARKING = {function.__name__: function for function in (read_row, read_pages, drop_row, restore_row, write_pages)}
 # Programs compiled at once: at 8B each takes about a GB of the host's memory meanwhile.
 MOST_THREADS = 8
+# Of the host's cores, for programs that are compiled beside rollouts.
+BESIDE = 1 / 2
 
 
 class Program(NamedTuple):
@@ -55,7 +61,7 @@ class Program(NamedTuple):
 
 
 class CompiledFunctions(Generic[Params, Cache]):
-    """All programs of one engine, each compiled once: by `compile_all`, or at its first use.
+    """All programs of one engine, each compiled once: by `compile_all`, by `begin_next`, or at its first use.
 
     Attributes:
       on_program: called with each program that a call of the engine compiled, and its seconds.
@@ -84,6 +90,10 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._functions, self._config = functions, config
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
         self._compiled: dict[Program, Callable] = {}
+        # Programs that `begin_next` has begun, the oldest first. An evaluation may run while another thread generates.
+        self._beside: dict[Program, concurrent.futures.Future[Callable]] = {}
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._lock = threading.RLock()
         self._whole = _whole(shardings)
         self._gather = jax.jit(lambda tree: tree, out_shardings=self._whole)
 
@@ -108,6 +118,13 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         return [program for program in self.all() if runs(program)]
 
+    def first(self, rollouts: int, k: int) -> list[Program]:
+        """Return what the first chunk of such a call runs, with drafts of k tokens."""
+        needed = self.needed(rollouts, (k,))
+        size = max(program.size for program in needed if program.kind == "decode")
+        kinds = {"decode": (size,), "compact": [n for n in self.sizes if n >= size]}
+        return [p for p in needed if p.kind in ("empty", "refill") or p.size in kinds.get(p.kind, ())]
+
     def lacks(self, programs: Collection[Program]) -> bool:
         """Return whether one of them is not compiled yet."""
         return not self._compiled.keys() >= set(programs)
@@ -125,7 +142,14 @@ class CompiledFunctions(Generic[Params, Cache]):
         Args:
           programs: those wanted; None: all.
         """
-        running: dict[Program, concurrent.futures.Future[Callable]] = {}
+        with self._lock:
+            self._compile_all(params, on_program, self.all() if programs is None else programs)
+
+    def _compile_all(
+        self, params: Params, on_program: Callable[[Program, float], None], programs: Collection[Program]
+    ) -> None:
+        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._beside)
+        self._beside.clear()
 
         def finish_oldest() -> None:
             program = next(iter(running))
@@ -134,8 +158,8 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         with concurrent.futures.ThreadPoolExecutor(threads := min(MOST_THREADS, os.cpu_count() or 1)) as pool:
             try:
-                for program in self.all() if programs is None else programs:
-                    if program not in self._compiled:
+                for program in programs:
+                    if program not in self._compiled and program not in running:
                         # Traced here, since a thread would not see settings that hold in this one only.
                         running[program] = pool.submit(self._finisher(program, params))
                     while len(running) > threads:
@@ -159,6 +183,26 @@ class CompiledFunctions(Generic[Params, Cache]):
             return compiled
 
         return finish
+
+    def begin_next(self, params: Params, programs: Collection[Program]) -> None:
+        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done.
+
+        Called between chunks: it is traced here, since a thread would not see settings that hold in this one only.
+        """
+        with self._lock:
+            for program in [program for program, future in self._beside.items() if future.done()]:
+                self._take(program)
+            threads = max(1, int(BESIDE * min(MOST_THREADS, os.cpu_count() or 1)))
+            following = next((p for p in programs if p not in self._compiled and p not in self._beside), None)
+            if following is None or len(self._beside) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+                return
+            self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(threads)
+            self._beside[following] = self._pool.submit(self._finisher(following, params))
+
+    def _take(self, program: Program) -> None:
+        """Wait for a program that `begin_next` has begun, and tell of it."""
+        self._compiled[program] = self._beside.pop(program).result()
+        self.on_program(program, self.seconds[program])
 
     def begin(self, program: Program, params: Params) -> Callable[[], None]:
         """Trace and lower one program, in this thread; return what compiles it for `get`, in any thread."""
@@ -220,7 +264,12 @@ class CompiledFunctions(Generic[Params, Cache]):
         if program not in self._compiled:
             if program not in self.all() and program.kind not in PARKING:
                 raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
-            self.begin(program, params)()
+            with self._lock:
+                if program in self._beside:
+                    self._take(program)
+                elif program not in self._compiled:
+                    self.begin(program, params)()
+                    self.on_program(program, self.seconds[program])
         return self._compiled[program]
 
     def describe(self, program: Program, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:

@@ -65,6 +65,7 @@ class Controller:
       memory: verifications after which the weight of an observation has fallen to 1/e.
       budget: drafts that an iteration verifies at most (`admission.py`); 0: all. Acceptance of lengths that draft more
         is counted apart: that of other lengths does not tell which of the drafts are admitted.
+      begins: the length used until all of a batch size can be calibrated.
       initial_budget: share of a probe's time that a length may lose right after its calibration, which is a few
         iterations on dummy work: lengths that it puts near the best are tried once on real work.
     """
@@ -78,13 +79,14 @@ class Controller:
         memory: float = 2048.0,
         initial_budget: float = 0.3,
         budget: int = 0,
+        begins: int = 0,
     ) -> None:
         if list(lengths) != sorted(set(lengths)) or lengths[0] != 0:
             raise ValueError(f"lengths={tuple(lengths)}: expected distinct draft lengths ascending from 0")
         self.lengths, self.sizes = tuple(lengths), tuple(sizes)
         self.hysteresis, self.probe_budget = hysteresis, probe_budget
         self.memory, self.initial_budget = memory, initial_budget
-        self.budget = budget
+        self.budget, self.begins = budget, begins
         self._estimate = AcceptanceEstimate(self.lengths[-1], memory)
         # By (size, length), where not all drafts are verified.
         over = [(size, k) for size in sizes for k in lengths if 0 < budget < size * k]
@@ -140,6 +142,11 @@ class Controller:
         return None if current is None else current > 0
 
     # --- the choice
+
+    def first(self, size: int) -> int:
+        """Return the length in use at a batch size; before the first choice `begins`."""
+        current = self._probing[size].current
+        return self.begins if current is None else self.lengths[current]
 
     def choose(self, size: int, running: int, live: float, off: bool = False) -> Choice:
         """Choose the next chunk of `running` rows.
@@ -263,6 +270,7 @@ class Controller:
                 "memory": self.memory,
                 "endowment": self.initial_budget,
                 "budget": self.budget,
+                "begins": self.begins,
             },
             "acceptance": {
                 "_tries": list(estimate.tries),

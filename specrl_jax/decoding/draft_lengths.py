@@ -13,6 +13,7 @@ from specrl_jax.decoding.rollouts import DecodeChunk
 class DraftLengthPolicy(Protocol):
     """Chooses draft lengths; `controller.Controller` documents the methods."""
 
+    def first(self, size: int) -> int: ...
     def choose(self, size: int, running: int, live: float) -> Choice: ...
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None: ...
     def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
@@ -26,6 +27,9 @@ class FixedLength:
     """Always drafts k tokens."""
 
     k: int
+
+    def first(self, size: int) -> int:
+        return self.k
 
     def choose(self, size: int, running: int, live: float) -> Choice:
         return Choice(self.k, None)

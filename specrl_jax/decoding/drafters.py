@@ -62,7 +62,12 @@ NO_DRAFTER: Drafter = Drafter(
 
 @functools.partial(jax.jit, static_argnames="sampling")
 def sample_draft(
-    noise: Noise, logits: jax.Array, offset: jax.Array | int, vocab_map: jax.Array | None, sampling: Sampling
+    noise: Noise,
+    logits: jax.Array,
+    offset: jax.Array | int,
+    vocab_map: jax.Array | None,
+    sampling: Sampling,
+    temperature: jax.Array | None = None,
 ) -> jax.Array:
     """Sample token number `offset` of a draft from softmax(logits / temperature); the argmax at temperature 0.
 
@@ -73,18 +78,23 @@ def sample_draft(
     Args:
       logits: [B, Vd] float32 (float64).
       vocab_map: [Vd] int32, or None where Vd = V.
+      temperature: [B] float32; None: that of `sampling`.
     Returns:
       [B] int32 target-vocabulary ids.
     """
-    if sampling.temperature == 0:
-        index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    elif sampling.rule == "coupled":
-        logits = at_least_float32(logits) / sampling.temperature
+    if temperature is None:
+        temperature = jnp.full(len(logits), sampling.temperature, jnp.float32)
+    greedy, logits = temperature == 0, at_least_float32(logits)
+    logits = logits / jnp.where(greedy, 1, temperature).astype(logits.dtype)[:, None]
+    if sampling.rule == "coupled":
         g = _coupled_noise(noise, offset, vocab_map, logits.shape[-1])
-        index = jnp.argmax(logits + g.astype(logits.dtype), axis=-1).astype(jnp.int32)
+        noisy = logits + jnp.where(greedy[:, None], 0, g).astype(logits.dtype)
+        index = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     else:
         uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, offset, counter.DRAFT)
-        index = draw(jax.nn.softmax(logits / sampling.temperature, axis=-1), uniforms)
+        index = draw(jax.nn.softmax(logits, axis=-1), uniforms)
+        likeliest = jax.lax.cond(greedy.any(), lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: index)
+        index = jnp.where(greedy, likeliest, index)
     return index if vocab_map is None else vocab_map[index]
 
 

@@ -8,10 +8,11 @@ is plain autoregressive decoding through the same code.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Generic, Self
 
 import numpy as np
 
+from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.calibration import calibrate
@@ -24,6 +25,7 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
 from specrl_jax.decoding.stop_texts import StopTexts
@@ -33,7 +35,10 @@ from specrl_jax.errors import InputError, Stopped
 
 @dataclasses.dataclass(frozen=True)
 class Engine(Generic[Params, Cache]):
-    """The compiled functions of one (target, drafter, sampling, config); `params` are arguments of each call."""
+    """The compiled functions of one (target, drafter, config), and how calls sample; `params` are arguments of each.
+
+    Engines that sample otherwise may share the programs: `sampled_as`.
+    """
 
     config: EngineConfig
     eos_ids: tuple[int, ...]
@@ -41,12 +46,20 @@ class Engine(Generic[Params, Cache]):
     stops: StopTexts | None
     draft_length: int  # used unless a call chooses otherwise
     compiled: CompiledFunctions[Params, Cache]
+    sampling: Sampling
+    response_tokens: int  # most of a rollout, unless a call says otherwise
+    greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
     agree: Agree = alone
 
-    def controller(self, lengths: Sequence[int] = ()) -> Controller:
-        """Return a new controller of this engine's draft lengths, or of some of them."""
+    def sampled_as(self, sampling: Sampling, response_tokens: int, greedy: bool = False) -> Self:
+        """Return an engine of the same programs that samples so; its rule and K must be this one's (`shares`)."""
+        assert shares(self.sampling, sampling) and response_tokens <= self.config.max_response_tokens
+        return dataclasses.replace(self, sampling=sampling, response_tokens=response_tokens, greedy=greedy)
+
+    def controller(self, lengths: Sequence[int] = (), begins: int = 0) -> Controller:
+        """Return a new controller of this engine's draft lengths, or of some of them; `begins` as of `Controller`."""
         budget = self.config.budget * self.config.shards
-        return Controller(lengths or self.compiled.lengths, self.compiled.sizes, budget=budget)
+        return Controller(lengths or self.compiled.lengths, self.compiled.sizes, budget=budget, begins=begins)
 
     def worker_metrics(self) -> dict[str, int | float]:
         """Return metrics of the processes that generate for this one; none where the engine generates itself."""
@@ -77,7 +90,7 @@ class Engine(Generic[Params, Cache]):
     ) -> Rollouts:
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, or first_id[i], prompt-major.
 
-        With config.greedy a greedy rollout follows the samples of each prompt, on the same prefill; the samples have
+        With `greedy` a greedy rollout follows the samples of each prompt, on the same prefill; the samples have
         the ids that they would have without it.
 
         Args:
@@ -86,31 +99,33 @@ class Engine(Generic[Params, Cache]):
             ends the call in all.
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
-          responses: most response tokens of each rollout; None: config.max_response_tokens.
+          responses: most response tokens of each rollout; None: `response_tokens`.
           continuation: how the call stands to those before and after it; None: it stands alone.
           turns: the environments that answer the rollouts' turns; None: a rollout is one turn. Needs config.turns, and
             a call that stands alone.
         Raises:
           InputError: a prompt is empty or longer than max_prompt_tokens; `responses` are not one a rollout, or not
-            1 to max_response_tokens.
+            1 to config.max_response_tokens.
         """
         check_prompts(prompts, self.config.max_prompt_tokens)
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
+        lengths, samples = lengths or FixedLength(self.draft_length), samples + self.greedy
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
         on_progress = self.agreed(on_progress)
-        longest = responses or [self.config.max_response_tokens] * len(prompts) * samples
-        if turns is not None:
-            responses = [min(turns.turn_tokens, length) for length in longest]
+        longest = responses or [self.response_tokens] * len(prompts) * samples
+        responses = longest if turns is None else [min(turns.turn_tokens, length) for length in longest]
         c: Continuation[Params] = continuation or Continuation()
+        if c.lookahead is not None:
+            responses = [*responses, *[self.response_tokens] * len(c.lookahead.prompts) * samples]
         shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
-        scheduler = Scheduler(self.config, self.pad_id, *shared)
+        scheduler = Scheduler(self.config, self.pad_id, *shared, sampling=self.sampling, greedy=self.greedy)
         look = functools.partial(on_progress, 0, scheduler.asked)
         look()
-        self._compile_for(params, scheduler.total, lengths, look)
-        calibrate(self, params, prompts, samples, lengths, seed, look)
+        wanted = self._compile_for(params, scheduler.total, lengths, look)
+        if not self.agree(self.compiled.lacks(wanted))[0]:  # nothing compiles beside it
+            calibrate(self, params, prompts, samples, lengths, seed, look)
         batch: ActiveBatch[Params, Cache]
         if turns is None:
             batch = ActiveBatch(self, params, scheduler, seed, c.version)
@@ -120,6 +135,7 @@ class Engine(Generic[Params, Cache]):
             on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
             self._decode(batch, lengths)
             on_progress(batch.finished, scheduler.asked)
+            self.compiled.begin_next(params, wanted)
             if newer := c.newest():
                 batch.take_weights(*newer)
         batch.collect_unfinished()
@@ -147,22 +163,36 @@ class Engine(Generic[Params, Cache]):
         check_prompts(lookahead.prompts, self.config.max_prompt_tokens)
         lengths = lengths or FixedLength(self.draft_length)
         earlier = dict(lookahead.texts)
-        scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
-        self._compile_for(params, scheduler.total, lengths, lambda: None)
-        calibrate(self, params, lookahead.prompts, samples, lengths, seed, lambda: None)
+        longest = [self.response_tokens] * len(lookahead.prompts) * samples
+        scheduler = Scheduler(
+            self.config,
+            self.pad_id,
+            [],
+            samples,
+            0,
+            history,
+            longest,
+            lookahead,
+            earlier,
+            sampling=self.sampling,
+        )
+        wanted = self._compile_for(params, scheduler.total, lengths, lambda: None)
+        if not self.agree(self.compiled.lacks(wanted))[0]:
+            calibrate(self, params, lookahead.prompts, samples, lengths, seed, lambda: None)
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
+            self.compiled.begin_next(params, wanted)
         batch.collect_unfinished()
         lookahead.texts |= batch.begun()
         return not runs
 
     def _compile_for(
         self, params: Params, rollouts: int, lengths: DraftLengthPolicy, after_program: Callable[[], None]
-    ) -> None:
-        """Compile side by side what a call of so many rollouts needs; at first use one would wait for another."""
+    ) -> list[Program]:
+        """Compile side by side what a call of so many rollouts begins with; return all that it may want."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
-        needed = self.compiled.needed(rollouts, drafted)
+        needed = self.compiled.first(rollouts, lengths.first(self.compiled.sizes[0]))
         # All processes of this engine look as often whether to stop, whatever each has compiled already.
         looks = len(needed) if self.agree(self.compiled.lacks(needed))[0] else 0
 
@@ -176,6 +206,7 @@ class Engine(Generic[Params, Cache]):
         self.compiled.compile_all(params, tell, needed)
         for _ in range(looks):
             after_program()
+        return self.compiled.needed(rollouts, drafted)
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""
@@ -192,12 +223,20 @@ class Engine(Generic[Params, Cache]):
         return agreed
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
-        """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""
+        """Run one chunk of the length that `lengths` chooses, and tell it what came of it.
+
+        Where it would have to guess costs, since the programs to be timed are still compiling, it is not asked.
+        """
         if not batch.running:  # all that ran was verified to its end
             return
-        k, iterations = lengths.choose(batch.size, batch.running, batch.live)
+        if waits := bool(lengths.unmeasured(batch.size)):
+            k, iterations = lengths.first(batch.size), None
+        else:
+            k, iterations = lengths.choose(batch.size, batch.running, batch.live)
         k, iterations = self.agree(k, iterations or 0)
         chunk, counted = batch.decode(Choice(k, iterations or None))
+        if waits:
+            return
         if chunk.iterations:
             lengths.observe(chunk, np.asarray(counted.accepted))
         if counted.replayed is not None:
@@ -241,5 +280,23 @@ def make_engine(
       agree: of the processes that run it in lock-step.
     """
     longest = functions.drafter.length
-    compiled = CompiledFunctions(functions, config, lengths or (longest,), shardings, prompt_shardings)
-    return Engine(config, functions.eos_ids, functions.pad_id, functions.stops, longest, compiled, agree)
+    return Engine(
+        config=config,
+        eos_ids=functions.eos_ids,
+        pad_id=functions.pad_id,
+        stops=functions.stops,
+        draft_length=longest,
+        compiled=CompiledFunctions(functions, config, lengths or (longest,), shardings, prompt_shardings),
+        sampling=functions.sampling,
+        response_tokens=config.max_response_tokens,
+        agree=agree,
+    )
+
+
+def shares(one: Sampling, other: Sampling) -> bool:
+    """Return whether engines that sample so can have the same programs: one rule, and both truncate or neither does.
+
+    Those programs keep at most as many tokens as `one` does. Greedy rollouts are not truncated.
+    """
+    K, kept = most_kept(one), most_kept(other)
+    return one.rule == other.rule and (not other.temperature or (0 < kept <= K if K else not kept))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging, Table
+from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.drafters import Text
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append, empty_lookup_cache, insert
@@ -58,8 +59,8 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         cache=functions.init_cache(D * C, config.page_tokens),
         pool=empty_pool(D, C),
         held=no_pages(B, config.columns, C),
+        sampling=RowSampling(jnp.ones(B, jnp.float32), zeros(B), jnp.ones(B, jnp.float32)),
         mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
-        greedy=jnp.zeros((B,), bool) if config.greedy else None,
         earlier=Earlier(zeros(B, S), zeros(B), zeros(B)) if config.earlier else None,
         last_pages=zeros(B, config.columns) if config.records else None,
         turn_start=zeros(B) + 1 if config.turns else None,
@@ -139,7 +140,7 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
         sequence=start(batch.sequence, slots.sequence),
         lookup_cache=lookup_cache,
         mask=slots.mask and dataclasses.replace(slots.mask, count=clear(slots.mask.count)),
-        greedy=None if slots.greedy is None or batch.greedy is None else start(batch.greedy, slots.greedy),
+        sampling=jax.tree.map(start, batch.sampling, slots.sampling),
         earlier=None if slots.earlier is None else _earlier(slots.earlier, batch, start),
         turn_start=None if slots.turn_start is None else start(length, slots.turn_start),
     )

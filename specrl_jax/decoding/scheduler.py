@@ -7,9 +7,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from kernels_pallas.verify.types import RowSampling
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, PrefillBatch
 
 FREE = -1
@@ -53,15 +55,19 @@ class Scheduler:
         lookahead: Lookahead | None = None,
         earlier: Mapping[int, np.ndarray] | None = None,
         finished: Collection[int] = (),
+        *,
+        sampling: Sampling | None = None,
+        greedy: bool = False,
     ) -> None:
         """
         Args:
-          samples: with config.greedy the last of them is greedy.
+          samples: with `greedy` the last of them is greedy.
           first_id: of the first request, or the ids of all that the call waits for.
           responses: most response tokens of each request; None: config.max_response_tokens of all.
           lookahead: rollouts that start after all others, and that the call does not wait for.
           earlier: responses, or their beginnings, that earlier weights drew, by rollout id.
           finished: ids of rollouts that earlier calls finished; they do not start.
+          sampling: of those that are not greedy; None: temperature 1.
         """
         self.asked = len(prompts) * samples  # requests that the call waits for: the first ones
         prompts = [*prompts, *(lookahead.prompts if lookahead else ())]
@@ -69,6 +75,7 @@ class Scheduler:
         self.owner = np.full(config.num_slots, FREE)  # request of each row
         self._config, self._pad_id, self._history = config, pad_id, history
         self._prompts, self._samples, self._first_id = prompts, samples, first_id
+        self._sampling, self._greedy = sampling or Sampling(), greedy
         self._responses, self._lookahead, self._earlier = responses, lookahead, earlier or {}
         self._next_prompt = 0
         self._current: list[_Group | None] = [None] * config.shards
@@ -177,7 +184,7 @@ class Scheduler:
         rows, requests = (np.concatenate(parts) for parts in list(zip(*starts))[:2])
         source = np.concatenate([np.full(len(start.rows), start.source) for start in starts])
 
-        def of_rows(values: np.ndarray | list[int] | int, dtype: type) -> jax.Array:
+        def of_rows(values: np.ndarray | list[int] | float, dtype: type) -> jax.Array:
             out: np.ndarray = np.zeros(config.num_slots, dtype)
             out[rows] = values
             return stand_in(out)
@@ -197,7 +204,11 @@ class Scheduler:
             response=of_rows(longest, np.int32),
             group=of_rows([self._group[int(p)] for p in requests // self._samples], np.int32),
             sequence=of_rows(requests % self._samples, np.int32),
-            greedy=of_rows(self._greedy(requests), bool) if config.greedy else None,
+            sampling=RowSampling(
+                temperature=of_rows(np.where(self._is_greedy(requests), 0, self._sampling.temperature), np.float32),
+                top_k=of_rows(self._sampling.top_k, np.int32),
+                top_p=of_rows(self._sampling.top_p, np.float32),
+            ),
             **self._new_prompts(new),
             **self._earlier_tokens(rows, requests),
         )
@@ -229,15 +240,15 @@ class Scheduler:
         """Return the tokens of a request's prompt."""
         return self._prompts[request // self._samples]
 
-    def _greedy(self, requests: np.ndarray) -> np.ndarray:
-        return requests % self._samples == self._samples - 1
+    def _is_greedy(self, requests: np.ndarray) -> np.ndarray:
+        return (requests % self._samples == self._samples - 1) & self._greedy
 
     def _number(self, requests: np.ndarray) -> np.ndarray:
         """Return the requests' numbers among all; greedy ones, which need no noise, come after those sampled."""
-        if not self._config.greedy:
+        if not self._greedy:
             return requests
         prompt, sampled = requests // self._samples, self._samples - 1
-        return np.where(self._greedy(requests), len(self._prompts) * sampled + prompt, requests - prompt)
+        return np.where(self._is_greedy(requests), len(self._prompts) * sampled + prompt, requests - prompt)
 
     def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts, those of each shard together."""

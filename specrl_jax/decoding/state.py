@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging, Table
+from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import Held, Pool, tables
 
@@ -46,7 +47,6 @@ class EngineConfig:
     pages: int = 0  # pages of a shard; 0: as many as its slots can ever hold
     shards: int = 1  # D, data shards that split the slots
     prefill_tokens: int = 256  # most tokens of a prompt per forward of a prefill
-    greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
     copies: tuple[str, ...] = ()  # mesh axes whose devices have copies of the weights and rows of their own
 
     @property
@@ -128,8 +128,8 @@ class Slots(Generic[Cache]):
     cache: Cache  # pages of the target's and the drafter's caches; axis 0 of every array is the page
     pool: Pool  # who holds them
     held: Held  # those of each row
+    sampling: RowSampling  # of each row
     mask: MaskBuffer | None = None  # None: not recorded
-    greedy: jax.Array | None = None  # [B] bool, rows that take the target's likeliest token; None: none
     earlier: Earlier | None = None  # None: rollouts begin at their prompts
     last_pages: jax.Array | None = None  # [B, P] int32, pages of a row when it ended; None: nothing is recorded
     turn_start: jax.Array | None = None  # [B] int32, the first column of the row's turn; None: of its response
@@ -178,10 +178,10 @@ class PrefillBatch(NamedTuple):
     response: jax.Array  # [B] int32, most response tokens
     group: jax.Array  # [B] int32
     sequence: jax.Array  # [B] int32
+    sampling: RowSampling  # of the slots that start
     new_group: jax.Array  # [P] int32, group of each new prompt in the lookup cache; the number of groups: none
     texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
     text_length: jax.Array | None = None  # [P, M] int32
-    greedy: jax.Array | None = None  # [B] bool
     earlier: jax.Array | None = None  # [B, S] int32, as `Earlier.tokens`
     earlier_length: jax.Array | None = None  # [B] int32; 0: none
 

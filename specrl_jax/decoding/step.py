@@ -58,23 +58,15 @@ def speculative_step(
             positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
             logits, cache = target_fn(inputs, slots.place(positions), cache)
         else:
-            chosen = admit(slots, draft, options.budget, options.sampling.temperature)
+            chosen = admit(slots, draft, options.budget)
             logits, cache = target_fn(*flat_inputs(slots, inputs, chosen), cache)
             logits = of_shards(logits[:, 0], chosen.place)
             draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
-        if slots.greedy is not None:
-            logits = _likeliest(logits, slots.greedy)
         noise = Noise(seed, slots.rollout_id, slots.length)
-        verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
+        verified = options.verify(VerifyInputs(noise, draft, logits, slots.sampling), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
         return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified), options.stops)
-
-
-def _likeliest(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Leave in `rows` [B] bool of logits [B, Q, V] the largest only: what is drawn from them is that token."""
-    likeliest = jnp.arange(logits.shape[-1])[None, None] == jnp.argmax(logits, axis=-1, keepdims=True)
-    return jnp.where(likeliest | ~rows[:, None, None], logits, -jnp.inf)
 
 
 def _draft_positions(draft: Draft, verified: Verified) -> jax.Array | None:

@@ -5,7 +5,6 @@ the last k + 1 committed tokens again. One verification commits at most that man
 true ones whatever was accepted.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,7 +32,7 @@ def draft_tokens(
 
     A likeliest token has no probability to verify with: it is deterministic, as what a lookup copies.
     """
-    sampling = dataclasses.replace(config.sampling, temperature=0.0) if config.argmax else config.sampling
+    temperature = jnp.zeros_like(slots.sampling.temperature) if config.argmax else slots.sampling.temperature
     noise, constrain = Noise(seed, slots.rollout_id, slots.length), config.partition.constrain
     tokens: list[jax.Array] = []
     logits: list[jax.Array] = []
@@ -41,7 +40,7 @@ def draft_tokens(
         scores = constrain(step(i, tokens[-1] if tokens else None), "batch", "vocab")
         # Sample with a row's whole vocabulary on one device, as verification does, and move the token back at once.
         logits.append(constrain(scores, "sampled_rows", None))
-        tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, sampling), "batch"))
+        tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, config.sampling, temperature), "batch"))
     if config.argmax:
         return Draft(jnp.stack(tokens, axis=1), None, jnp.ones(slots.done.shape, bool))
     deterministic = jnp.zeros(slots.done.shape, bool)

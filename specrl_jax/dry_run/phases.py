@@ -103,10 +103,9 @@ def find_phases(plan: Plan) -> list[Phase]:
 def count_programs(plan: Plan) -> dict[str, int]:
     """Return the programs of a run's engines by what they are for; parking's, which few runs need, are left out."""
     rollout = make_rollout(plan, tokenizer=CharTokenizer())
-    evaluation = {id(engine): engine for engine in (rollout.eval_engine, rollout.greedy_engine)}
-    evaluation.pop(id(rollout.engine), None)
-    sizes = [len(engine.compiled.all()) for engine in evaluation.values()]
-    return {"rollouts": len(rollout.engine.compiled.all()), "evaluation": sum(sizes)}
+    training, evaluation = rollout.engine.compiled, rollout.eval_engine.compiled
+    own = 0 if evaluation is training else len(evaluation.all())
+    return {"rollouts": len(training.all()), "evaluation": own}
 
 
 def abstract_state(learner: Learner) -> RunState:
@@ -237,7 +236,7 @@ def rows_sharding(learner: Learner) -> NamedSharding:
 def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
     """Return the shapes of the rows of so many rollouts, each as long as it may be."""
     limits = learner.plan.limits
-    places = pack_parts(np.full(rollouts, limits.cache_length), learner.packing._replace(parts=parts))
+    places = pack_parts(np.full(rollouts, learner.plan.sequence_tokens), learner.packing._replace(parts=parts))
     (B, T), most_kept = (places.rows, places.tokens), limits.most_kept
     shape, sharding = (B, T), rows_sharding(learner)
     ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))

@@ -60,9 +60,9 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
         "yarn": [config.policy.yarn_factor, config.policy.yarn_original],
         "aux_layers": list(learner.forward.aux_layers),
         "dtype": config.policy.compute_dtype,
-        "length": plan.limits.cache_length,
+        "length": plan.sequence_tokens,
     }
-    return FeatureStore(folder, made_from, learner.packing.lone_row_tokens(plan.limits.cache_length))
+    return FeatureStore(folder, made_from, learner.packing.lone_row_tokens(plan.sequence_tokens))
 
 
 def _digests(config: Config) -> list[str]:
@@ -182,7 +182,7 @@ def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
     endless, size = itertools.cycle(texts), config.grpo.prompts_per_step * config.grpo.group_size
     while True:
         wave = list(itertools.islice(endless, size))
-        yield functools.partial(_padded, wave, limits.cache_length, tokenizer.pad_id)
+        yield functools.partial(_padded, wave, rollout.plan.sequence_tokens, tokenizer.pad_id)
 
 
 def _text(row: Row, data: DataConfig, tokenizer: Tokenizer) -> tuple[Text, bool]:

@@ -18,9 +18,8 @@ from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
 from specrl_jax.data.turns import end_of_turn_fault
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
-from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.engine import Engine, shares
 from specrl_jax.decoding.rollouts import WeightsVersion
-from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.distributed import global_arrays
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.weights import Weights
@@ -59,7 +58,14 @@ from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
 from specrl_jax.rl.objectives import Objective
-from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh, training_sampling
+from specrl_jax.training.plan import (
+    Plan,
+    draft_lengths,
+    evaluation_sampling,
+    make_plan,
+    open_mesh,
+    training_sampling,
+)
 from specrl_jax.training.rollouts import (
     InferenceConfig,
     PrepareStep,
@@ -112,15 +118,14 @@ class Rollout:
     tokenizer: Tokenizer
     prepare_step: PrepareStep
     engine: Engine  # training rollouts
-    eval_engine: Engine  # sampled as eval.* says; `engine` itself where that is the same
+    eval_engine: Engine  # samples as eval.* says, by the programs of `engine` where these can (`engine.shares`)
     greedy_engine: Engine  # as `eval_engine`, with a greedy rollout of each prompt besides
     plain_engine: Engine  # `engine` with draft.kind=none
 
     def announce(self, say: Callable[[str, Program, float], None]) -> None:
         """Let `say` be called with an engine's name, each program that a call of it compiles, and the seconds."""
-        evaluate = ("evaluation", self.greedy_engine), ("evaluation", self.eval_engine)
-        # The training engine last: it may be the one that evaluates.
-        for name, engine in (*evaluate, ("plain", self.plain_engine), ("training", self.engine)):
+        # The training engine last: its programs may be those that evaluate.
+        for name, engine in (("evaluation", self.eval_engine), ("plain", self.plain_engine), ("training", self.engine)):
             engine.compiled.on_program = functools.partial(say, name)
 
 
@@ -199,15 +204,16 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         lengths = lengths or draft_lengths(drafter.length, adaptive)
         return make_rollout_engine(plan.model, plan.draft, drafter, inference, tokenizer, partition, lengths, agree)
 
-    # Evaluation is short: the longest drafts or none, so its programs are few.
     training = engine(inference, config.draft.adaptive, lengths)
-    sampling = Sampling(config.eval.temperature, config.eval.top_k, config.eval.top_p, config.rollout.rule)
-    evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
-    # Masks and experts are recorded, and tokens of earlier weights taken, where the training engine itself evaluates.
-    apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier="", versions=False, records=False)
-    if evaluation != inference:
-        evaluation = dataclasses.replace(evaluation, limits=apart)
-    greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(apart, greedy=True))
+    training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
+    sampling, longest = evaluation_sampling(config), config.eval.max_response_tokens or training.response_tokens
+    if shares(training.sampling, sampling):
+        evaluation = training.sampled_as(sampling, longest)
+    else:
+        # The longest drafts or none, so its programs are few; what learning needs is not recorded.
+        apart = dataclasses.replace(plan.limits, most_kept=0, earlier="", versions=False, records=False)
+        evaluation = engine(dataclasses.replace(inference, sampling=sampling, limits=apart), adaptive=False)
+        evaluation = dataclasses.replace(evaluation, response_tokens=longest)
     plain = dataclasses.replace(
         inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0, earlier="", versions=False)
     )
@@ -221,9 +227,12 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
             plan.model, plan.draft, inference, made_for, plan.learner_partition, plan.draft_method.derived
         ),
         engine=training,
-        eval_engine=training if evaluation == inference else engine(evaluation, adaptive=False),
-        greedy_engine=engine(greedy, adaptive=False),
-        plain_engine=make_rollout_engine(plan.model, None, NO_DRAFTER, plain, tokenizer, partition, agree=agree),
+        eval_engine=evaluation,
+        greedy_engine=dataclasses.replace(evaluation, greedy=True),
+        plain_engine=dataclasses.replace(
+            make_rollout_engine(plan.model, None, NO_DRAFTER, plain, tokenizer, partition, agree=agree),
+            response_tokens=training.response_tokens,
+        ),
     )
 
 
@@ -325,7 +334,7 @@ def make_packing(plan: Plan) -> Packing:
     """Return how the rollouts of a step are packed into rows."""
     grpo, learner = plan.config.grpo, plan.learner_partition
     return Packing(
-        limit=plan.limits.cache_length,
+        limit=plan.sequence_tokens,
         parts=grpo.minibatches * (plan.config.draft.minibatches if plan.draft else 1),
         num_shards=learner.num_shards("batch"),
         sequence_shards=learner.num_shards("sequence"),

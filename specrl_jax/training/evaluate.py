@@ -109,7 +109,7 @@ def evaluate(
     groups = rollout.plan.groups
     share = groups.share(len(problems))
     noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, share.group.start * samples
-    each = samples + engine.config.greedy
+    each = samples + engine.greedy
 
     def generate() -> list[tuple[Rollouts, Scores]]:
         count = len(problems[share.group]) * each

@@ -119,7 +119,7 @@ def open_inputs(
             found = _find(config, workdir, *sizes, train, rewards, (checking, opening), ending)
         if any(len(group) > 1 for group in found.plan.groups.groups):
             # One engine of several processes has one number of pages, whatever memory each of them found.
-            agree({"rollout.cache_gb, in pages": [found.plan.limits.pages, found.plan.eval_limits.pages]})
+            agree({"rollout.cache_gb, in pages": found.plan.limits.pages})
         yield found
 
 

@@ -42,7 +42,7 @@ class Plan:
     draft_method: DraftMethod
     learner_partition: Partitioner
     rollout_partition: Partitioner  # the learner's devices, or those that only generate, of this process's group
-    limits: EngineConfig  # of the training engine of this process's group
+    limits: EngineConfig  # of the engine of this process's group, which trains and evaluates
     groups: ProcessGroups  # that hold one copy of the rollout weights each
     most_pages: int | None = None  # of a shard; None: no bound
     page_bytes: int = 0  # of one page on one device
@@ -53,9 +53,9 @@ class Plan:
         return self.draft_method.model
 
     @property
-    def eval_limits(self) -> EngineConfig:
-        """The same with the longest response of eval.max_response_tokens."""
-        return with_pages(_eval_lengths(self.config, self.limits), self.most_pages, self.page_bytes)
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
+        return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 
 def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None, memory: int = 0) -> Plan:
@@ -85,17 +85,9 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     _check_length(plan)
     _check_vocabulary(plan)
     _check_shards(plan)
-    check_cache_length(plan.limits, model)
-    check_cache_length(_eval_lengths(config, limits), model, "eval")
-    limits = with_pages(limits, most, page)
-    with_pages(_eval_lengths(config, limits), most, page, "eval")
-    return dataclasses.replace(plan, limits=limits)
-
-
-def _eval_lengths(config: Config, limits: EngineConfig) -> EngineConfig:
-    return dataclasses.replace(
-        limits, max_response_tokens=config.eval.max_response_tokens or limits.max_response_tokens
-    )
+    longest = "eval" if config.eval.max_response_tokens > config.rollout.max_response_tokens else "rollout"
+    check_cache_length(plan.limits, model, longest)
+    return dataclasses.replace(plan, limits=with_pages(limits, most, page, longest))
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -140,6 +132,12 @@ def training_sampling(config: Config) -> Sampling:
     return Sampling(r.temperature, r.top_k, r.top_p, r.rule)
 
 
+def evaluation_sampling(config: Config) -> Sampling:
+    """Return how evaluations sample."""
+    e = config.eval
+    return Sampling(e.temperature, e.top_k, e.top_p, config.rollout.rule)
+
+
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
     """Return the draft lengths that get compiled programs: 0 always, since speculation may be switched off."""
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
@@ -155,7 +153,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
-        max_response_tokens=rollout.max_response_tokens,
+        max_response_tokens=max(rollout.max_response_tokens, config.eval.max_response_tokens),
         chunk=rollout.chunk,
         # Under parity one shape of a forward is one batch size.
         sizes=() if rollout.parity else tuple(sizes),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import SamplingMask, Verified, VerifyInputs, verify
+from kernels_pallas.verify.op import RowSampling, SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.tokenizers import Ends, Tokenizer
 from specrl_jax.decoding.agree import Agree, alone
@@ -260,7 +260,7 @@ class Target:
             held=Held(table, row, row),
             mask=cast(MaskBuffer, row),
             earlier=cast(Earlier, row),
-            greedy=row,
+            sampling=RowSampling(row, row, row),
             last_pages=table,
             turn_start=row,
         )

@@ -46,7 +46,7 @@ class Speculation:
         self._untrained = has_weights and not draft.path
         self.controller = None
         if draft.adaptive and engine.draft_length:
-            self.controller = engine.controller()
+            self.controller = engine.controller(begins=0 if self._untrained else engine.draft_length)
         # The acceptance of copied drafts follows the text, not the state of any weights: no alarm.
         # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
         longest = max(draft.length, 1) if self._predictable else 1
@@ -240,6 +240,10 @@ class Guarded:
 
     def __init__(self, controller: Controller, tripped: bool, lock: threading.RLock) -> None:
         self._controller, self.tripped, self._lock = controller, tripped, lock
+
+    def first(self, size: int) -> int:
+        with self._lock:
+            return 0 if self.tripped else self._controller.first(size)
 
     def choose(self, size: int, running: int, live: float) -> Choice:
         with self._lock:

@@ -82,7 +82,7 @@ class RemoteEngine(Engine):
         """
         assert self.process is not None and turns is None
         check_prompts(prompts, self.config.max_prompt_tokens)
-        each, count = samples + self.config.greedy, len(prompts)
+        each, count = samples + self.greedy, len(prompts)
         if not count * samples:
             raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
         ids = rollout_ids(first_id, count, samples, each)
@@ -196,8 +196,7 @@ def with_workers(rollout: Rollout, process: First | Other) -> Rollout:
     return dataclasses.replace(
         rollout,
         engine=engine,
-        # Where evaluation has the training engine it is the same one here.
-        eval_engine=engine if rollout.eval_engine is rollout.engine else remote("eval_engine"),
+        eval_engine=remote("eval_engine"),
         greedy_engine=remote("greedy_engine"),
         plain_engine=remote("plain_engine"),
     )

@@ -91,7 +91,7 @@ def admitted(worth, budget):
 def admission_of(confidence, budget, shards=1, drafted=None):
     B, k = confidence.shape
     draft = Draft(jnp.zeros((B, k), jnp.int32), None, jnp.zeros(B, bool), None, drafted, confidence)
-    return admit(slots_of(B, shards), draft, budget, 1.0).admitted
+    return admit(slots_of(B, shards), draft, budget).admitted
 
 
 def slots_of(B, shards=1, done=(), left=99):
@@ -203,7 +203,7 @@ def test_copied_drafts_are_worth_what_the_rows_earlier_ones_were(argmax):
     slots = slots_of(2)
     kept = jnp.full_like(slots.drafted, 50)  # all earlier drafts
     slots = dataclasses.replace(slots, drafted=kept, accepted=kept)
-    assert admit(slots, draft, 2, 1.0).admitted.tolist() == ([2, 0] if argmax else [0, 2])
+    assert admit(slots, draft, 2).admitted.tolist() == ([2, 0] if argmax else [0, 2])
 
 
 def test_each_shard_has_its_own_budget():
@@ -214,17 +214,17 @@ def test_each_shard_has_its_own_budget():
 
 def test_rows_that_are_done_or_near_their_limit_leave_their_share_to_others():
     draft = Draft(jnp.zeros((3, 3), jnp.int32), None, jnp.zeros(3, bool), confidence=jnp.full((3, 3), 0.5))
-    assert admit(slots_of(3), draft, 4, 1.0).admitted.tolist() == [2, 1, 1]
-    assert admit(slots_of(3, done=[0]), draft, 4, 1.0).admitted.tolist() == [0, 2, 2]
+    assert admit(slots_of(3), draft, 4).admitted.tolist() == [2, 1, 1]
+    assert admit(slots_of(3, done=[0]), draft, 4).admitted.tolist() == [0, 2, 2]
     # A token of the target's is the last: with two left, one draft can be committed.
-    assert admit(slots_of(3, left=2), draft, 9, 1.0).admitted.tolist() == [1, 1, 1]
+    assert admit(slots_of(3, left=2), draft, 9).admitted.tolist() == [1, 1, 1]
 
 
 def test_positions_go_to_the_forward_and_its_results_back():
     """Row r's draft i stands at position 4 + i of its own pages; nothing is read or written where nothing is."""
     slots = slots_of(4, shards=2, done=[2])
     draft = Draft(jnp.zeros((4, 2), jnp.int32), None, jnp.zeros(4, bool), confidence=jnp.array([[0.9] * 2] * 4))
-    chosen = admit(slots, draft, 3, 1.0)
+    chosen = admit(slots, draft, 3)
     inputs = 10 * jnp.arange(4)[:, None] + jnp.arange(3)[None]
     tokens, paging = flat_inputs(slots, inputs, chosen)
     assert chosen.admitted.tolist() == [2, 1, 0, 2]
@@ -240,17 +240,18 @@ def test_positions_go_to_the_forward_and_its_results_back():
 def test_confidences_without_those_of_the_drafter():
     """The draft's largest probability; of copies, what was kept of the row's earlier copies."""
     logits = jnp.array([[[2.0, 0.0, 0.0]], [[0.0, 0.0, 0.1]], [[0.0, 0.0, 0.0]]])
-    np.testing.assert_allclose(largest_probability(logits, 0.5)[:, 0], softmax(logits[:, 0] * 2).max(axis=1), rtol=1e-6)
-    np.testing.assert_allclose(largest_probability(logits, 0.0), largest_probability(logits, 1.0))
+    np.testing.assert_allclose(
+        largest_probability(logits, jnp.full((3, 1), 0.5))[:, 0], softmax(logits[:, 0] * 2).max(axis=1), rtol=1e-6
+    )
     sure = Draft(jnp.zeros((3, 1), jnp.int32), logits, jnp.zeros(3, bool))
-    assert admit(slots_of(3), sure, 1, 1.0).admitted.tolist() == [1, 0, 0]
+    assert admit(slots_of(3), sure, 1).admitted.tolist() == [1, 0, 0]
     copies = Draft(jnp.zeros((3, 1), jnp.int32), None, jnp.ones(3, bool))
     kept = {"drafted": jnp.array([[9], [9], [0]]), "accepted": jnp.array([[1], [8], [0]])}
     slots = dataclasses.replace(slots_of(3), **kept)
-    assert admit(slots, copies, 1, 1.0).admitted.tolist() == [0, 1, 0]
+    assert admit(slots, copies, 1).admitted.tolist() == [0, 1, 0]
     # A copy among drafts with probabilities: row 1 replaced its draft.
     mixed = dataclasses.replace(sure, deterministic=jnp.array([False, True, False]))
-    assert admit(slots, mixed, 1, 1.0).admitted.tolist() == [0, 1, 0]
+    assert admit(slots, mixed, 1).admitted.tolist() == [0, 1, 0]
 
 
 # --- the engine

@@ -517,6 +517,7 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         cache=(),
         pool=None,
         held=None,
+        sampling=None,
     )
     verified = Verified(jnp.array(new, jnp.int32), jnp.array(count, jnp.int32) - 1, jnp.array(new_logprobs))
     place = np.arange(1, Q + 1)

@@ -50,8 +50,8 @@ def test_statistics_equal_the_definition(backend, V):
     x = logits_of(V, R, V)
     x[1, -200:] = -np.inf
     outside = (np.random.default_rng(0).random(V) < 0.3).astype(np.float32)
-    options = TileOptions(V, temperature, outside=True, best=True, noise=True)
-    found = KERNELS[backend].statistics(options, x, outside, noise_of(R))
+    options = TileOptions(V, outside=True, best=True, noise=True)
+    found = KERNELS[backend].statistics(options, x, np.full(R, temperature, np.float32), outside, noise_of(R))
     scaled = x / np.float32(temperature)
     top = tiled(scaled, -np.inf).max(axis=-1)
     weights = np.exp(tiled(scaled, -np.inf).astype(np.float64) - np.where(top > -np.inf, top, 0)[..., None])
@@ -70,7 +70,7 @@ def test_statistics_equal_the_definition(backend, V):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_only_what_is_asked_for_is_made(backend):
-    found = KERNELS[backend].statistics(TileOptions(600, 1.0), logits_of(0, 2, 600))
+    found = KERNELS[backend].statistics(TileOptions(600), logits_of(0, 2, 600), np.ones(2, np.float32))
     assert [name for name in Statistics._fields if getattr(found, name) is not None] == ["top", "total"]
 
 
@@ -79,7 +79,7 @@ def test_only_what_is_asked_for_is_made(backend):
 def test_of_equal_tokens_the_first_is_the_best(backend):
     x = np.zeros((1, 1200), np.float32)
     x[0, [3, 300, 700]] = 5.0
-    found = KERNELS[backend].statistics(TileOptions(1200, 1.0, best=True), x)
+    found = KERNELS[backend].statistics(TileOptions(1200, best=True), x, np.ones(1, np.float32))
     assert np.asarray(found.token)[0].tolist() == [3, 700, 1024]
 
 
@@ -92,9 +92,8 @@ def test_residual_equals_the_definition(backend, V):
     row = np.array([2, 0, 0, 3, 1], np.int32)
     scale = np.array([1.0, 0.3, 0.9, 0.0, 1.0], np.float32)
     p_norm, q_norm = np.full(N, 9.0, np.float32), np.linspace(8, 10, N).astype(np.float32)
-    found = KERNELS[backend].residual(
-        TileOptions(V, temperature), target, row, draft, ResidualTerms(scale, p_norm, q_norm)
-    )
+    terms = ResidualTerms(np.full(N, temperature, np.float32), scale, p_norm, q_norm)
+    found = KERNELS[backend].residual(TileOptions(V), target, row, draft, terms)
     p = np.exp(target[row].astype(np.float64) / temperature - 9.0)
     q = np.exp(draft.astype(np.float64) / temperature - q_norm[:, None])
     expected = tiled(np.maximum(scale[:, None] * p - q, 0), 0).sum(axis=-1)

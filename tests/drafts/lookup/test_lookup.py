@@ -237,6 +237,7 @@ def make_slots(tokens, length, group, sequence, lookup_cache, cache=None):
         # One buffer a leaf, so that a loop can be given them donated.
         pool=jax.tree.map(jnp.copy, empty_pool(1, 1)),
         held=jax.tree.map(jnp.copy, no_pages(len(tokens), 1, 1)),
+        sampling=None,
     )
 
 
