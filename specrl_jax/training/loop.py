@@ -63,7 +63,7 @@ def training_steps(
     with run.display, contextlib.ExitStack() as ending:
         try:
             with distributed.leave_with_others():
-                run.compile()
+                run.wait_for_workers()
                 if run.unfinished:
                     row = run.finish_row(run.unfinished, {})
                     run.show_step(row)
@@ -132,8 +132,10 @@ class _Run:
         """Whether the run ends with a comparison with plain decoding."""
         return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
-    def compile(self) -> None:
-        """Compile the engine's programs, in several processes together."""
+    def wait_for_workers(self) -> None:
+        """Wait until a worker has compiled its programs; an engine of this process compiles what its calls run."""
+        if not self.config.pipeline.workers:
+            return
         self.display.start_phase("compile")
         weights, _ = prepare(self.learner, self.rollout, self.state)
         told = self.display.say_compiled, functools.partial(self.display.update_phase, 0, 0)

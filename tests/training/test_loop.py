@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-import types
 import weakref
 
 import jax
@@ -23,7 +22,7 @@ from specrl_jax.data.tasks import in_validation
 from specrl_jax.errors import RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.report import print_report
-from specrl_jax.training import loop, resume, update
+from specrl_jax.training import loop, update
 from specrl_jax.training import step as training_step
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params, initial_state
@@ -401,22 +400,6 @@ def test_a_closing_comparison_that_is_stopped_leaves_a_finished_run(toy, whole, 
     rows = train(toy, tmp_path, stop_when(monkeypatch, "speedup_metrics", None))
     assert_same_run(toy, tmp_path, whole)
     assert not any(name.startswith("spec/speedup") for row in rows for name in row)
-
-
-def test_a_stop_while_programs_are_compiled_leaves_before_the_next(toy, tmp_path, monkeypatch):
-    compiled = []
-
-    def compile_all(weights, on_program, on_wait):
-        for program in range(9):
-            compiled.append(program)
-            on_program(program, 0.0)
-
-    engine = types.SimpleNamespace(compile_all=compile_all, compiled=types.SimpleNamespace())
-    run = toy._replace(rollout=dataclasses.replace(toy.rollout, engine=engine))
-    monkeypatch.setattr(resume, "Monitor", lambda *_: types.SimpleNamespace(speculation=None))
-    with pytest.raises(Stopped, match="no step was done yet"):
-        train(run, tmp_path, StopAfter(2, by="on_progress"))
-    assert compiled == [0, 1, 2]
 
 
 def test_checkpoints_hold_the_head_and_its_optimizer(toy, whole):
