@@ -120,6 +120,8 @@ class CompiledFunctions(Generic[Params, Cache]):
 
     def first(self, rollouts: int, k: int) -> list[Program]:
         """Return what the first chunk of such a call runs, with drafts of k tokens."""
+        if k not in self.lengths:
+            raise self._missing(Program("decode", self.sizes[0], k))
         needed = self.needed(rollouts, (k,))
         size = max(program.size for program in needed if program.kind == "decode")
         kinds = {"decode": (size,), "compact": [n for n in self.sizes if n >= size]}
@@ -263,7 +265,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         """Return the compiled function of a program."""
         if program not in self._compiled:
             if program not in self.all() and program.kind not in PARKING:
-                raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
+                raise self._missing(program)
             with self._lock:
                 if program in self._beside:
                     self._take(program)
@@ -271,6 +273,9 @@ class CompiledFunctions(Generic[Params, Cache]):
                     self.begin(program, params)()
                     self.on_program(program, self.seconds[program])
         return self._compiled[program]
+
+    def _missing(self, program: Program) -> ValueError:
+        return ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
 
     def describe(self, program: Program, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
         """Return the jitted function and the arguments to lower it with."""

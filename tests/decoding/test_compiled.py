@@ -108,7 +108,7 @@ def test_programs_are_few():
     [(65, {(64, 3), (16, 3), (4, 3)}), (16, {(16, 3), (4, 3)}), (1, {(4, 3)})],
 )
 def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes):
-    """A smaller batch never decodes in the larger ones. Nothing is left to compile while the call runs."""
+    """A smaller batch never decodes in the larger ones. What the first chunk runs is compiled first, the rest beside."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
     run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
     told, at_once = [], []
@@ -119,6 +119,8 @@ def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes)
     assert {(program.size, program.k) for program in told if program.kind == "decode"} == decodes
     assert set(run.compiled.seconds) == set(told) == set(run.compiled.needed(rollouts, (3,)))
     assert {chunk.size for chunk in found.chunks} <= {size for size, _ in decodes} and len(at_once) == 1
+    first = set(run.compiled.first(rollouts, 3))
+    assert set(told[: len(first)]) == first and sum(program.kind == "decode" for program in first) == 1
 
 
 def test_a_call_that_is_stopped_while_it_compiles_leaves_before_the_next_program(monkeypatch):
@@ -225,3 +227,34 @@ def test_the_caches_are_updated_in_place(kind, k):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= bytes_of(slots.cache) > 100e6
     assert memory.temp_size_in_bytes < bytes_of(slots.cache) / 4, memory
+
+
+def test_what_is_wanted_later_is_compiled_beside_the_rollouts_and_who_wants_it_sooner_waits(monkeypatch):
+    """One program at a time on two cores, the next one begun between chunks; each is told of once."""
+    both, told = threading.Barrier(2), []
+    functions = uncompiled(monkeypatch, lambda program, params: Waits(both))
+    functions.on_program = lambda program, seconds: told.append(program)
+    wanted = functions.all()[:2]
+    functions.begin_next(None, wanted)
+    functions.begin_next(None, wanted)
+    assert told == [] and functions.lacks(wanted)
+    threading.Thread(target=both.wait, args=(60,)).start()
+    assert isinstance(functions.get(wanted[0], None), Waits) and told == wanted[:1]
+    functions.begin_next(None, wanted)
+    both.wait(timeout=60)
+    while functions.lacks(wanted):
+        functions.begin_next(None, wanted)
+    assert told == wanted and not functions.lacks(wanted)
+
+
+@pytest.mark.slow
+def test_a_controller_is_not_asked_before_the_programs_that_it_chooses_from_are_there():
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
+    run = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 1, 3))
+    controller = run.controller(begins=3)
+    first = run.generate(TARGET, PROMPTS, 4, seed=3, lengths=controller)
+    assert {chunk.k for chunk in first.chunks} == {3} and controller.unmeasured(4) == [0, 1, 3]
+    while run.compiled.lacks(run.compiled.all()):
+        run.compiled.begin_next(TARGET, run.compiled.all())
+    run.generate(TARGET, PROMPTS, 4, seed=4, lengths=controller)
+    assert controller.unmeasured(4) == [] and controller.drafts(4) is not None

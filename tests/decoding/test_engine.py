@@ -13,12 +13,14 @@ from specrl_jax.decoding import calibration
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import FixedLength
+from specrl_jax.decoding.engine import shares
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import commit
 from specrl_jax.drafts.lookup.draft import lookup_drafter
 from specrl_jax.errors import InputError, Stopped
+from tests.decoding.test_compiled import compilations
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences
@@ -649,12 +651,10 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
 @pytest.mark.parametrize("rule", long_but(["rejection"], ["rejection", "block", "coupled"]))
 def test_a_greedy_rollout_of_each_prompt_beside_its_samples(rule):
     """It is that of plain Python, whatever is drafted, and changes no sample."""
-    drafter, found = toys.stateful_drafter(NEARLY, 2, 0.8, rule=rule), []
-    for greedy in (False, True):
-        sizes = dataclasses.replace(limits(num_slots=7), greedy=greedy)
-        run = toys.stateful_engine(sizes, Sampling(0.8, 3, rule=rule), (EOS,), drafter, PAD, lengths=(2,))
-        found.append(run.generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70))
-    alone, both = found
+    drafter, sampling = toys.stateful_drafter(NEARLY, 2, None, rule=rule), Sampling(0.8, 3, rule=rule)
+    run = toys.stateful_engine(limits(num_slots=7), sampling, (EOS,), drafter, PAD, lengths=(2,))
+    engines = run, run.sampled_as(sampling, run.response_tokens, greedy=True)
+    alone, both = (engine.generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70) for engine in engines)
     greedily = np.arange(15) % 3 == 2
     assert_same_rollouts(both.take(~greedily), alone)
     by_hand = [greedy_by_hand(TABLE, prompt, longest=8)[0] for prompt in PROMPTS]
@@ -801,3 +801,46 @@ def test_a_length_that_the_drafter_does_not_have_is_refused(k):
     run = engine(drafter=toys.toy_drafter(DRAFT_TABLE, k=2, temperature=1.0))
     with pytest.raises(ValueError, match=rf"no program .* k={k}.* \(0, 1, 2\)"):
         run.generate(TABLE, PROMPTS, samples=1, seed=0, lengths=toys.Choosing(lambda running: k))
+
+
+# --- engines that sample otherwise by the same programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("truncated", [{}, {"top_k": 4}], ids=["whole", "truncated"])
+def test_another_temperature_compiles_nothing_and_draws_what_an_engine_of_its_own_draws(rule, truncated):
+    """Of the same noise, to the last bit; with top-k up to the engine's and with top-p. Greedy rows too."""
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 3, None, rule=rule)
+    config, prompts = EngineConfig(6, 3, 8, 4), [[1, 2], [3], [2, 5]]
+
+    def engine(sampling):
+        own = toys.stateful_drafter(toys.make_table(6, V), 3, sampling.temperature, rule=rule)
+        return toys.stateful_engine(config, sampling, (99,), own)
+
+    others = [Sampling(0.5, rule=rule, **truncated), Sampling(0.0, rule=rule)]
+    if truncated:
+        others.append(Sampling(1.0, 2, 0.7, rule=rule))
+    shared = toys.stateful_engine(config, Sampling(1.0, rule=rule, **truncated), (99,), drafter)
+    shared.generate(TABLE, prompts, 2, seed=7)
+    for other in others:
+        with compilations() as seen:
+            found = shared.sampled_as(other, response_tokens=5).generate(TABLE, prompts, 2, seed=7)
+        assert seen == [] and found.response_length.max() <= 5
+        alone = engine(other).generate(TABLE, prompts, 2, seed=7, responses=[5] * 6)
+        np.testing.assert_array_equal(found.tokens, alone.tokens)
+        np.testing.assert_array_equal(found.logprobs, alone.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("other", "can"),
+    [
+        (Sampling(0.3), (True, False)),
+        (Sampling(0.0), (True, True)),
+        (Sampling(1.0, 3, 0.5), (False, True)),
+        (Sampling(1.0, 5), (False, False)),
+        (Sampling(1.0, rule="block"), (False, False)),
+    ],
+)
+def test_which_samplings_share_programs(other, can):
+    assert (shares(Sampling(), other), shares(Sampling(1.0, 4), other)) == can

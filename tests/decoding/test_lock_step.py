@@ -40,6 +40,9 @@ class Erratic:
     def __init__(self, seed):
         self.clock, self.chunks, self.new = np.random.default_rng(seed), [], True
 
+    def first(self, size):
+        return 0
+
     def choose(self, size, running, live):
         return Choice(int(self.clock.integers(3)), int(self.clock.integers(1, 4)))
 

@@ -104,6 +104,9 @@ class Choosing(FixedLength):
     def __init__(self, choose):
         super().__init__(choose)
 
+    def first(self, size):
+        return self.k(size)
+
     def choose(self, size, running, live):
         return Choice(self.k(running), None)
 
@@ -153,14 +156,15 @@ def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
     """Return a drafter that reads the whole prefix, `table` [HASHES, V, Vd], from a buffer of its own, by position.
 
     Like the EAGLE-3 head, a draft writes the last k + 1 committed tokens and relies on the buffer for earlier ones. It
-    overwrites the drafted positions with UNWRITTEN, even if their tokens are accepted.
+    overwrites the drafted positions with UNWRITTEN, even if their tokens are accepted. `temperature`: None: the rows'.
     """
-    sampling = Sampling(temperature, rule=rule)
+    sampling = Sampling(1.0 if temperature is None else temperature, rule=rule)
 
     def draft(params, slots, seed, k):
         window = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
         buffer = write(slots.cache.draft, slots.place(window), jnp.take_along_axis(slots.tokens, window, axis=1))
-        drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, sampling, vocab_map)
+        own = slots.sampling.temperature if temperature is None else None
+        drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, sampling, vocab_map, own)
         ahead = slots.place(slots.length[:, None] + jnp.arange(k)[None])
         buffer = write(buffer, ahead, jnp.full_like(drafted.tokens, UNWRITTEN))
         return drafted, slots.cache._replace(draft=buffer)
@@ -186,7 +190,7 @@ def sync_all(params, text, cache):
     return cache._replace(draft=write(cache.draft, paging, text.tokens))
 
 
-def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map):
+def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map, temperature=None):
     """Draft k tokens after the last committed one, from a buffer that holds all tokens up to it."""
     noise = Noise(seed, slots.rollout_id, slots.length)
     token = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
@@ -195,6 +199,6 @@ def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map):
         paging = slots.place(slots.length[:, None] - 1 + i)
         buffer = write(buffer, paging, token)
         rows.append(look_up(table, token, paging, buffer)[:, 0])
-        token = sample_draft(noise, rows[-1], i, vocab_map, sampling)[:, None]
+        token = sample_draft(noise, rows[-1], i, vocab_map, sampling, temperature)[:, None]
         tokens.append(token[:, 0])
     return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map)
