@@ -108,7 +108,7 @@ def test_programs_are_few():
     [(65, {(64, 3), (16, 3), (4, 3)}), (16, {(16, 3), (4, 3)}), (1, {(4, 3)})],
 )
 def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes):
-    """A smaller batch never decodes in the larger ones. What the first chunk runs is compiled first, the rest beside."""
+    """A smaller batch never decodes in the larger ones. What the first chunk runs comes first, the rest beside it."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
     run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
     told, at_once = [], []

@@ -597,7 +597,7 @@ def changing(lengths=LENGTHS):
         chosen.append(lengths[len(chosen) % len(lengths)])
         return chosen[-1]
 
-    return toys.Choosing(choose), chosen
+    return toys.Choosing(choose, lengths[0]), chosen
 
 
 @pytest.mark.slow

@@ -101,11 +101,12 @@ def watched(engine):
 class Choosing(FixedLength):
     """Choose draft lengths by a function of the number of running rows."""
 
-    def __init__(self, choose):
+    def __init__(self, choose, first=0):
         super().__init__(choose)
+        object.__setattr__(self, "begins", first)
 
     def first(self, size):
-        return self.k(size)
+        return self.begins
 
     def choose(self, size, running, live):
         return Choice(self.k(running), None)
