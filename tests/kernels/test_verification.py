@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from kernels_pallas.verify import sampling as draws
-from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
+from kernels_pallas.verify.op import Draft, Noise, RowSampling, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import exact
@@ -30,6 +31,7 @@ from tests.helpers.blocks import (
     run_drafts,
 )
 from tests.helpers.exact import final_probs, flat_index, joint, log_softmax, sequences
+from tests.helpers.interpreted import KERNELS
 from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 
@@ -653,3 +655,48 @@ def test_a_row_depends_on_nothing_but_itself(sampling):
         np.testing.assert_allclose(logprobs[0, :emitted], together[2][row, :emitted], rtol=0, atol=1e-5)
         for got, expected in zip(mask, together[3:], strict=True):
             np.testing.assert_array_equal(got[0, :emitted], expected[row, :emitted])
+
+
+# --- rows that are sampled each in its own way
+
+
+OWN = {
+    "whole": [Sampling(1.0), Sampling(0.3), Sampling(0.0), Sampling(2.0)],
+    "truncated": [Sampling(1.0, 6), Sampling(0.7, 3, 0.8), Sampling(0.0), Sampling(1.3, 6, 0.4)],
+}
+
+
+def own_sampling(samplings):
+    columns = zip(*[(s.temperature, s.top_k, s.top_p) for s in samplings], strict=True)
+    dtypes = jnp.float32, jnp.int32, jnp.float32
+    return RowSampling(*(jnp.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+
+
+# Interpreted, a GPU's kernel takes a minute.
+OWN_CASES = list(itertools.product(OWN, [*RATIO_RULES, "coupled"], [None, "tpu", "gpu"]))
+OWN_SLOW = [case for case in OWN_CASES if case[2] != "gpu" or case == ("truncated", "coupled", "gpu")]
+
+
+@pytest.mark.parametrize("kind, rule, kernels", long_but([], OWN_CASES, slow=OWN_SLOW))
+def test_a_row_with_a_sampling_of_its_own_is_verified_as_a_batch_that_has_it(kind, rule, kernels):
+    """To the last bit of the reference; kernels: the same tokens and acceptance, and log-probs within rounding."""
+    samplings, (B, k, V) = [dataclasses.replace(s, rule=rule) for s in OWN[kind]], (8, 3, 600)
+    rng = np.random.default_rng(5)
+    target = rng.normal(size=(B, k + 1, V)).astype(np.float32) * 3
+    draft = target[:, :k] + rng.normal(size=(B, k, V)).astype(np.float32) * 0.5
+    drafts = jnp.array((draft + rng.gumbel(size=draft.shape)).argmax(axis=-1), jnp.int32)
+    noise = Noise(jnp.uint32(9), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
+    drafted = Draft(drafts, jnp.array(draft), jnp.arange(B) % 4 == 3)
+    inputs = VerifyInputs(noise, drafted, jnp.array(target))
+    run = functools.partial(verify, kernels=kernels and KERNELS[kernels])
+    own = inputs.__class__(noise, drafted, inputs.target_logits, own_sampling([samplings[i % 4] for i in range(B)]))
+    together = run(own, samplings[0])
+    assert len(set(together.num_accepted.tolist())) > 1
+    for i, sampling in enumerate(samplings):
+        alone = run(inputs, sampling)
+        for row in (i, i + 4):
+            count = int(alone.num_accepted[row]) + 1
+            assert int(together.num_accepted[row]) + 1 == count
+            np.testing.assert_array_equal(together.tokens[row, :count], alone.tokens[row, :count])
+            found, expected = together.logprobs[row, :count], alone.logprobs[row, :count]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if kernels else 0)

@@ -40,7 +40,7 @@ def setup_of(
     draft.update_every, draft.min_coverage, draft.argmax, draft.cascade = every, 0.9, argmax, cascade
     engine = types.SimpleNamespace(
         draft_length=length,
-        controller=lambda: Controller(LENGTHS, sizes),
+        controller=lambda begins: Controller(LENGTHS, sizes, begins=begins),
         compiled=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
         config=types.SimpleNamespace(groups=groups),
     )
@@ -279,6 +279,14 @@ def test_the_turn_of_a_probe_is_kept():
         assert k_of(loaded) == k_of(speculation)
         for one in (speculation, loaded):
             one.observe(rollouts_of(GONE, GONE), DIAGNOSTICS)
+
+
+@pytest.mark.parametrize(("path", "first"), [("checkpoints/HEAD", 3), ("", 0)])
+def test_until_costs_are_known_a_trained_draft_drafts(path, first):
+    speculation = Speculation(*setup_of(adaptive=True, path=path))
+    assert speculation.lengths.first(max(speculation.controller.sizes)) == first
+    tripped(speculation)
+    assert speculation.lengths.first(max(speculation.controller.sizes)) == 0
 
 
 def test_under_an_alarm_it_answers_all_that_an_engine_asks():

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped, WorkersFailed
 from specrl_jax.sharding import make_mesh
@@ -151,7 +152,7 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     """Each its share, at what was drawn of it before; one that has finished its own is not told, one that starts after
     that does nothing.
     """
-    engine = RemoteEngine(None, (), 0, None, 3, None, process=First(pool), name="engine")
+    engine = RemoteEngine(None, (), 0, None, 3, None, Sampling(), 8, process=First(pool), name="engine")
     texts = {i: np.array([i], np.int32) for i in (11, 14, 17)}
     lookahead = Lookahead(PROMPTS, np.arange(10, 20), dict(texts))
     asked, began = {}, threading.Barrier(3)
