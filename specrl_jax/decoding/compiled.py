@@ -64,6 +64,7 @@ class CompiledFunctions(Generic[Params, Cache]):
     """All programs of one engine, each compiled once: by `compile_all`, by `begin_next`, or at its first use.
 
     Attributes:
+      on_begin: called with the programs that a call waits for, before they are compiled.
       on_program: called with each program that a call of the engine compiled, and its seconds.
     """
 
@@ -86,6 +87,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         # Positions beyond the last committed token that an iteration writes at most.
         self.ahead = max(*lengths, functions.drafter.ahead, at_once(config) if config.earlier else 0)
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
+        self.on_begin: Callable[[list[Program]], None] = lambda programs: None
         self.on_program: Callable[[Program, float], None] = lambda program, seconds: None
         self._functions, self._config = functions, config
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
@@ -150,6 +152,8 @@ class CompiledFunctions(Generic[Params, Cache]):
     def _compile_all(
         self, params: Params, on_program: Callable[[Program, float], None], programs: Collection[Program]
     ) -> None:
+        if missing := [program for program in programs if program not in self._compiled]:
+            self.on_begin(missing)
         running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._beside)
         self._beside.clear()
 
@@ -267,6 +271,8 @@ class CompiledFunctions(Generic[Params, Cache]):
             if program not in self.all() and program.kind not in PARKING:
                 raise self._missing(program)
             with self._lock:
+                if program not in self._compiled:
+                    self.on_begin([program])
                 if program in self._beside:
                     self._take(program)
                 elif program not in self._compiled:

@@ -5,7 +5,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -130,6 +130,10 @@ class Display:
     def say_compiled(self, program: object, seconds: float) -> None:
         self.say(f"engine program {program}: {seconds:.1f} s")
         self._raise_once_set(0, 0)
+
+    def say_begun(self, engine: str, programs: Sequence[object], about: float) -> None:
+        names = ", ".join(map(str, programs))
+        self.say(f"compiling {names}, {engine}: about {about:.0f} s, less where an earlier run has left them")
 
     def say_engine_program(self, engine: str, program: object, seconds: float) -> None:
         self.say(f"engine program {program}, {engine}: {seconds:.1f} s")

@@ -79,7 +79,7 @@ def draft_pretrain(
     with Display(config.steps, 0, stop) as display, contextlib.ExitStack() as says:
         says.enter_context(stopped_as(kept))
         learner.programs.on_program = display.say_learner_program
-        rollout.announce(display.say_engine_program)
+        rollout.announce(display.say_engine_program, display.say_begun)
         store = open_store(learner, config.pretrain.features or os.path.join(workdir, "features"), weights)
         seconds = fill_store(learner, rollout, problems, state.policy.params, weights, store, display)
         if not config.draft.path and plan.draft.vocab < plan.model.vocab:

@@ -64,7 +64,7 @@ def pretrain(
     step_fn = make_pretrain_step(learner.forward, learner.optimizer, learner.plan.learner_partition)
     log: list[dict[str, float]] = []
     with Display(config.steps, 0, stop) as display:
-        rollout.announce(display.say_engine_program)
+        rollout.announce(display.say_engine_program, display.say_begun)
         for step in range(1, config.steps + 1):
             with stopped_as(f"pretraining keeps no checkpoints; step {step} is lost"):
                 display.update_phase(step, config.steps)

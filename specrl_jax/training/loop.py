@@ -122,7 +122,7 @@ class _Run:
         trackers.say = self.display.say
         self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
-        rollout.announce(self.display.say_engine_program)
+        rollout.announce(self.display.say_engine_program, self.display.say_begun)
         self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
         self.remarks = ""  # on `step`, for its line
         self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
