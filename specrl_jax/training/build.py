@@ -74,9 +74,8 @@ from specrl_jax.training.rollouts import (
     make_rollout_engine,
 )
 
-
-# What a layer of a program takes to compile, some of them side by side: 0.2 to 0.7 s on AMD EPYCs of three kinds; for an
-# H200, Qwen3-8B, on one of them.
+# Seconds that a layer of a program takes to compile, two programs side by side: 0.2 to 0.7 on AMD EPYCs of three kinds;
+# for an H200, Qwen3-8B, on one of them.
 SECONDS_A_LAYER = {"cpu": 0.4, "gpu": 1.8}
 UNROLLED = ("refill", "decode", "reverify", "extend")
 
