@@ -1,8 +1,12 @@
-"""The learner's jitted steps compile at their first call with new shapes: announced, and refused if too large."""
+"""The learner's jitted steps compile at their first call: announced, and refused if too large.
 
+Then for all shapes of rows that the run has, so that nothing compiles in a later step.
+"""
+
+import dataclasses
 import time
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
 import numpy as np
@@ -10,6 +14,10 @@ import numpy as np
 from specrl_jax.core import Jitted
 from specrl_jax.data.rows import Rows
 from specrl_jax.io.memory import check_fits
+from specrl_jax.learner.batch import Packing
+from specrl_jax.learner.microbatches import Metrics, PerRow, State, Update
+from specrl_jax.learner.policy_step import Features
+from specrl_jax.rl.objectives import LossInputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,12 +30,19 @@ class Programs:
       on_program: called with what was compiled and its seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
         self.on_program: Callable[[str, float], None] = lambda program, seconds: None
 
     def announced(self, name: str, phase: str, step: Jitted[P, R]) -> "AnnouncedStep[P, R]":
         """Return the step, announced as `name`; it runs in `phase`."""
         return AnnouncedStep(self, name, phase, step)
+
+    def announced_update(self, name: str, update: Update[State, PerRow, Metrics]) -> Update[State, PerRow, Metrics]:
+        """Return the update of `name`, its programs announced."""
+        gradient = self.announced(f"{name} gradient", "train", update.gradient)
+        apply = self.announced(f"{name} update", "train", update.apply)
+        return dataclasses.replace(update, gradient=gradient, apply=apply)
 
 
 class AnnouncedStep(Generic[P, R]):
@@ -42,16 +57,25 @@ class AnnouncedStep(Generic[P, R]):
         shapes = tuple(np.shape(x) for x in leaves)
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         if shapes not in self._known and not traced and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            self._compile(args)
-            self._known.add(shapes)
+            for alike in [cast(tuple[object, ...], args), *self._other_lengths(args)]:
+                self._compile(alike)
+                self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
         return self._step(*args, **kwargs)
 
+    def _other_lengths(self, args: tuple[object, ...]) -> list[tuple[object, ...]]:
+        """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""
+        packing, rows = self._programs.packing, next((x.tokens.shape for x in args if isinstance(x, Rows)), None)
+        if rows is None or rows not in [(packing.microbatch(n), n) for n in packing.lengths]:
+            return []
+        others = [(packing.microbatch(n), n) for n in packing.lengths if n != rows[1]]
+        return [tuple(_resized(x, rows, other) for x in args) for other in others]
+
     def _compile(self, args: tuple[object, ...]) -> None:
-        """Compile for these arguments; the call that follows finds the program in jax's cache."""
+        """Compile for these arguments; a call with such finds the program in jax's cache."""
         start = time.perf_counter()
         compiled = self._step.lower(*args).compile()
-        rows = next(x for x in args if isinstance(x, Rows)).tokens.shape
-        self._programs.on_program(f"{self._name} {rows[0]} x {rows[1]} tokens", time.perf_counter() - start)
+        shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]
+        self._programs.on_program(self._name + "".join(shapes), time.perf_counter() - start)
         check_fits(self._phase, compiled)
 
     def lower(self, *args: object) -> jax.stages.Lowered:
@@ -59,3 +83,16 @@ class AnnouncedStep(Generic[P, R]):
 
     def eval_shape(self, *args: object) -> R:
         return self._step.eval_shape(*args)
+
+
+def _resized(x: Any, rows: tuple[int, int], other: tuple[int, int]) -> Any:
+    """Return what is by row in microbatches of other (rows, tokens), as shapes."""
+    if not isinstance(x, Rows | LossInputs | Features):
+        return x
+
+    def resized(x: Any) -> jax.ShapeDtypeStruct:
+        # The room for the ids of sampling masks is a multiple of a row's tokens.
+        shape = (other[0], x.shape[1] // rows[1] * other[1], *x.shape[2:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+    return jax.tree.map(resized, x)

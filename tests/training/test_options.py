@@ -122,11 +122,17 @@ class Poisoned:
     def __init__(self, step, updates):
         self.step, self.updates, self.count = step, updates, 0
 
-    def __call__(self, policy, rows, inputs):
+    def begin(self, policy):
         self.count += 1
+        return self.step.begin(policy)
+
+    def gradient(self, policy, sums, rows, inputs):
         if self.count in self.updates:
             inputs = inputs.replace(advantages=np.full_like(inputs.advantages, np.nan))
-        return self.step(policy, rows, inputs)
+        return self.step.gradient(policy, sums, rows, inputs)
+
+    def apply(self, policy, sums):
+        return self.step.apply(policy, sums)
 
 
 def poisoned(everything, updates, **changes):
