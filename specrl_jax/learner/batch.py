@@ -24,9 +24,9 @@ ROOM_FOR_TWO = 1024
 # Rows half as long, for steps of short rollouts, have so many tokens at least: each length takes programs of its own.
 # On a CPU tokens in rows of 512 cost a quarter more than in rows of 256, and these as much as in rows of 128.
 SHORT_ROWS = 256
-# A microbatch is a MICROBATCHES-th of what the rollouts of an update take where all are as long as they may be, which is
-# some times as much as they do take; half a microbatch is empty on average. It has at least so many tokens a shard, so
-# that adding up gradients costs little beside making them.
+# A microbatch is a MICROBATCHES-th of what the rollouts of an update take where all are as long as they may be, some
+# times as much as they do take: half of one is empty on average. It has LEAST_TOKENS on each shard, so that adding up
+# gradients costs little beside making them.
 MICROBATCHES, LEAST_TOKENS = 32, 1024
 # Room for the sampling masks of a row, ids a token: all that a top-k up to EXACT can keep; else IDS, since what top-p
 # cuts usually leaves a few.
@@ -92,8 +92,8 @@ class Packing(NamedTuple):
         return -(-tokens // self.sequence_shards) * self.sequence_shards
 
     def microbatch(self, tokens: int) -> int:
-        """Return the rows of a microbatch, of `tokens` each: at least one on each shard, and otherwise no more tokens than
-        microbatch_tokens and no more rows than a part can need.
+        """Return the rows of a microbatch, of `tokens` each: at least one on each shard; otherwise not more tokens than
+        microbatch_tokens, and not more rows than a part can need.
         """
         longest = self.limit if tokens >= self.lengths[-1] else max(1, self.limit // 2)
         # Whatever the rollouts' lengths, all rows of `pack` but the last hold so many.

@@ -5,7 +5,6 @@ separate jitted functions. Each is a program of one microbatch of rows, as the p
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
@@ -115,7 +114,7 @@ class DraftStep:
 
         `features` may be made as they are asked for, one microbatch after the other.
         """
-        counts = functools.reduce(jnp.add, (self.count(state, part) for part in rows))
+        counts = sum(jax.device_get([self.count(state, part) for part in rows]))
         passes = Passes(self.update, state)
         for found, part in zip(features, rows, strict=True):
             passes.add(tables, counts, found, part)
