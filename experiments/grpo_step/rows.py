@@ -88,10 +88,9 @@ def temporaries(case: Case, state: RunState) -> int:
     """Return the bytes of temporaries of the larger of logprob and policy update."""
     of_batch: Any = LossInputs(case.batch.behaviour, None, case.batch.advantages)  # type: ignore[arg-type]
     rows, inputs = case.learner.microbatches((case.batch.rows, of_batch))[0]
-    sums = case.learner.policy_step.begin(state.policy)
     lowered = (
         case.learner.logprob_step.lower(state.policy.params, rows),
-        case.learner.policy_step.gradient.lower(state.policy, sums, rows, inputs),
+        case.learner.policy_step.gradient.lower(state.policy, rows, inputs),
     )
     found = [x.compile().memory_analysis() for x in lowered]
     return max(memory.temp_size_in_bytes for memory in found if memory is not None)

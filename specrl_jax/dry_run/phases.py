@@ -83,13 +83,13 @@ def find_phases(plan: Plan) -> list[Phase]:
     microbatch = abstract_microbatch(learner)
     tables = (learner.read_tables.eval_shape(state.policy.base, state.vocab_map),) if draft else ()
     beside = (*reference, *states[1:], *tables)
-    sums = learner.policy_step.begin.eval_shape(state.policy)
+    sums = learner.policy_step.gradient.eval_shape(state.policy, *microbatch)[0]
     train = [
         Phase(
             "train policy",
-            lambda: learner.policy_step.gradient.lower(state.policy, sums, *microbatch),
-            (PARAMETERS, OPTIMIZER, BATCH, BATCH),
-            (moments[0], *beside),
+            lambda: learner.policy_step.gradient.lower(state.policy, *microbatch),
+            (PARAMETERS, BATCH, BATCH),
+            (moments[0], *_earlier(learner, sums), *beside),
         ),
         Phase(
             "update policy",
@@ -183,22 +183,30 @@ def _draft_learning(
     state, online = abstract_state(learner), learner.plan.config.draft.online
     draft, step, predict = state.draft, learner.draft_step, learner.predict_step
     assert draft is not None and step is not None and predict is not None, "there is a draft with weights"
-    policy = state.policy, learner.policy_step.begin.eval_shape(state.policy)
-    features, rows = learner.policy_step.gradient.eval_shape(*policy, *microbatch)[1].features, microbatch[0]
+    of_policy, outputs = learner.policy_step.gradient.eval_shape(state.policy, *microbatch)
+    features, rows, policy = outputs.features, microbatch[0], (state.policy, of_policy)
     tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
     resident = (*reference, *policy, dataclasses.replace(draft, params={}))
+    asked = functools.partial(predict.lower, draft.params, tables, features, rows)
+    predicts = Phase("predict acceptance", asked, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident)
     if not online:
-        lower = functools.partial(predict.lower, draft.params, tables, features, rows)
-        return [Phase("predict acceptance", lower, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident)]
+        return [predicts]
     counts = stand_in(step.count.eval_shape(draft, rows))
-    sums = step.update.begin.eval_shape(draft)
-    lower = functools.partial(step.update.gradient.lower, draft, sums, tables, counts, features, rows)
-    kinds = (PARAMETERS, OPTIMIZER, PARAMETERS, BATCH, BATCH, BATCH)
+    given = draft, tables, counts, features, rows
+    sums = step.update.gradient.eval_shape(*given)[0]
+    lower = functools.partial(step.update.gradient.lower, *given)
+    kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH, BATCH)
     apply = functools.partial(step.update.apply.lower, draft, sums)
     return [
-        Phase("train draft", lower, kinds, resident),
+        Phase("train draft", lower, kinds, (*resident, *_earlier(learner, sums))),
         Phase("update draft", apply, (PARAMETERS, OPTIMIZER), (*reference, *policy)),
+        predicts,
     ]
+
+
+def _earlier(learner: Learner, sums: object) -> tuple[object, ...]:
+    """Return the sums over earlier microbatches of an update; none where it has one."""
+    return (sums,) if learner.plan.config.grpo.microbatch_tokens else ()
 
 
 def _features(learner: Learner, rows: Rows, reference: tuple[object, ...]) -> Phase:

@@ -17,7 +17,7 @@ import optax
 from specrl_jax.core import DraftTerms, Jitted, Mean, Params, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables, confidence_logits
-from specrl_jax.learner.microbatches import Passes, Update
+from specrl_jax.learner.microbatches import Passes, Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
@@ -172,16 +172,11 @@ def make_draft_step(
     def count(state: TrainState, rows: Rows) -> jax.Array:
         return weighted_pairs(state, rows)[2].sum(axis=(1, 2))
 
-    def begin(state: TrainState) -> _Sums:
-        zero = Mean(*(jnp.zeros(forward.ttt_steps, jnp.float32) for _ in range(2)))
-        nothing = DraftDiagnostics(*[cast(jax.Array, zero) for _ in range(3)])
-        return _Sums(jax.tree.map(jnp.zeros_like, state.params), zero, nothing)
-
     def gradient(
-        state: TrainState, sums: _Sums, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
+        state: TrainState, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
     ) -> tuple[_Sums, None]:
-        found = jax.grad(loss_sum, has_aux=True)(state.params, state, tables, counts, features, rows)
-        return jax.tree.map(jnp.add, sums, _Sums(found[0], *found[1])), None
+        found, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, tables, counts, features, rows)
+        return _Sums(found, *sums), None
 
     def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, DraftMetrics]:
         norm = optax.tree.norm(sums.gradient)
@@ -195,8 +190,8 @@ def make_draft_step(
     return DraftStep(
         count=jax.jit(count, out_shardings=alike),
         update=Update(
-            begin=jax.jit(begin, out_shardings=sums),
-            gradient=jax.jit(gradient, donate_argnums=1, out_shardings=(sums, None)),
+            gradient=jax.jit(gradient, out_shardings=(sums, None)),
+            add=make_add(sums),
             apply=jax.jit(apply, donate_argnums=0, out_shardings=(state, alike)),
         ),
     )

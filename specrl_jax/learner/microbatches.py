@@ -1,4 +1,4 @@
-"""An optimizer update in programs of one microbatch: whatever the number of rows, two programs and a loop of the host.
+"""An optimizer update in programs of one microbatch: whatever the number of rows, the same few and a loop of the host.
 
 A program of all rows would be compiled anew for every number of them.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from specrl_jax.core import Jitted, Tree
 
@@ -21,13 +22,13 @@ class Update(Generic[State, PerRow, Metrics]):
     """An optimizer update from any number of microbatches.
 
     Attributes:
-      begin: state -> sums of no microbatch.
-      gradient: (state, sums, *microbatch) -> (sums and those of the microbatch, per-row outputs); the sums are donated.
+      gradient: (state, *microbatch) -> (sums over the microbatch, its per-row outputs).
+      add: sums of two -> sums of both; the first are donated. One microbatch needs none, and takes no memory for it.
       apply: (state, sums) -> (state after the update, metrics); the state is donated.
     """
 
-    begin: Jitted[[State], Any]
     gradient: Jitted[..., tuple[Any, PerRow]]
+    add: Jitted[[Any, Any], Any]
     apply: Jitted[[State, Any], tuple[State, Metrics]]
 
     def __call__(self, state: State, microbatches: Iterable[tuple]) -> tuple[State, Metrics, list[PerRow]]:
@@ -41,17 +42,26 @@ class Passes(Generic[State, PerRow, Metrics]):
     """The microbatches of one update so far."""
 
     def __init__(self, update: Update[State, PerRow, Metrics], state: State) -> None:
-        self._update, self._state = update, state
-        self._sums = update.begin(state)
+        self._update, self._state, self._sums = update, state, None
 
     def add(self, *microbatch: object) -> PerRow:
         """Add a microbatch; return its per-row outputs, by the state before the update."""
-        self._sums, outputs = self._update.gradient(self._state, self._sums, *microbatch)
+        sums, outputs = self._update.gradient(self._state, *microbatch)
+        self._sums = sums if self._sums is None else self._update.add(self._sums, sums)
         return outputs
 
     def apply(self) -> tuple[State, Metrics]:
-        """Return (state after the update, metrics)."""
+        """Return (state after the update, metrics). At least one microbatch was added."""
         return self._update.apply(self._state, self._sums)
+
+
+def make_add(shardings: object) -> Jitted[[Any, Any], Any]:
+    """Return Update.add of sums with these shardings."""
+
+    def add(sums: Any, others: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, others)
+
+    return jax.jit(add, donate_argnums=0, out_shardings=shardings)
 
 
 def split(batch: Tree, size: int) -> list[Tree]:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import Jitted, Mean, Params, stand_in
+from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import Rows
-from specrl_jax.learner.microbatches import Update
+from specrl_jax.learner.microbatches import Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
@@ -180,16 +180,9 @@ def make_policy_step(
         outputs = StepOutputs(logprobs, _features(out) if forward.features else None)
         return terms.loss.total, (terms, jax.lax.stop_gradient(out.routing), outputs)
 
-    def begin(state: TrainState) -> _Sums:
-        model, zero = forward.model, jnp.zeros((), jnp.float32)
-        terms = LossMetrics(*(Mean(zero, zero) for _ in dataclasses.fields(LossMetrics)))
-        routing = jnp.zeros((model.layers, model.experts), jnp.float32) if model.experts else None
-        return _Sums(jax.tree.map(jnp.zeros_like, state.params), terms, routing)
-
-    def gradient(state: TrainState, sums: _Sums, rows: Rows, inputs: LossInputs) -> tuple[_Sums, StepOutputs]:
-        found = jax.grad(loss_sum, has_aux=True)(state.params, state.frozen, rows, inputs)
-        of_microbatch, (terms, routing, outputs) = found
-        return jax.tree.map(jnp.add, sums, _Sums(of_microbatch, terms, routing)), outputs
+    def gradient(state: TrainState, rows: Rows, inputs: LossInputs) -> tuple[_Sums, StepOutputs]:
+        found, (terms, routing, outputs) = jax.grad(loss_sum, has_aux=True)(state.params, state.frozen, rows, inputs)
+        return _Sums(found, terms, routing), outputs
 
     def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, UpdateMetrics]:
         loss = sums.terms.loss
@@ -205,12 +198,7 @@ def make_policy_step(
     sums = _Sums(state.params, cast(LossMetrics, alike), alike)
     by_row = partition.sharding(("batch", "sequence"))
     return Update(
-        begin=jax.jit(begin, out_shardings=sums),
-        gradient=jax.jit(
-            gradient,
-            donate_argnums=1,
-            in_shardings=(state, sums, by_row, by_row),
-            out_shardings=(sums, by_row),
-        ),
+        gradient=jax.jit(gradient, in_shardings=(state, by_row, by_row), out_shardings=(sums, by_row)),
+        add=make_add(sums),
         apply=jax.jit(apply, donate_argnums=0, in_shardings=(state, sums), out_shardings=(state, alike)),
     )

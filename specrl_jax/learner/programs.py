@@ -3,10 +3,9 @@
 Then for all shapes of rows that the run has, so that nothing compiles in a later step.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -40,27 +39,51 @@ class Programs:
 
     def announced_update(self, name: str, update: Update[State, PerRow, Metrics]) -> Update[State, PerRow, Metrics]:
         """Return the update of `name`, its programs announced."""
-        gradient = self.announced(f"{name} gradient", "train", update.gradient)
+        add = self.announced(f"{name} sums", "train", update.add)
         apply = self.announced(f"{name} update", "train", update.apply)
-        return dataclasses.replace(update, gradient=gradient, apply=apply)
+        # A first update of one microbatch adds nothing up; a later one may.
+        gradient = AnnouncedStep(
+            self, f"{name} gradient", "train", update.gradient, lambda found: add.prepare(found[0], found[0])
+        )
+        return Update(gradient, add, apply)
 
 
 class AnnouncedStep(Generic[P, R]):
-    """A jitted step of the learner. Raises InputError where a program needs more of a host's memory than is free."""
+    """A jitted step of the learner. Raises InputError where a program needs more of a host's memory than is free.
 
-    def __init__(self, programs: Programs, name: str, phase: str, step: Jitted[P, R]) -> None:
-        self._programs, self._name, self._phase, self._step = programs, name, phase, step
+    Args:
+      then: called with the result of a call that compiled.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        name: str,
+        phase: str,
+        step: Jitted[P, R],
+        then: Callable[[R], object] = lambda result: None,
+    ) -> None:
+        self._programs, self._name, self._phase, self._step, self._then = programs, name, phase, step, then
         self._known: set[tuple[tuple[int, ...], ...]] = set()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        compiled = self.prepare(*args)
+        result = self._step(*args, **kwargs)
+        if compiled:
+            self._then(result)
+        return result
+
+    def prepare(self, *args: object) -> bool:
+        """Compile for these arguments, unless that was done; return whether it was not."""
         leaves = jax.tree.leaves(args)
         shapes = tuple(np.shape(x) for x in leaves)
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-        if shapes not in self._known and not traced and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            for alike in [cast(tuple[object, ...], args), *self._other_lengths(args)]:
-                self._compile(alike)
-                self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
-        return self._step(*args, **kwargs)
+        if shapes in self._known or traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return False
+        for alike in [args, *self._other_lengths(args)]:
+            self._compile(alike)
+            self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
+        return True
 
     def _other_lengths(self, args: tuple[object, ...]) -> list[tuple[object, ...]]:
         """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""

@@ -24,7 +24,7 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir, try_workdir
 from specrl_jax.learner.batch import Packing, pack_alike, power_of_two
-from specrl_jax.learner.microbatches import Update
+from specrl_jax.learner.microbatches import Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -103,12 +103,8 @@ def make_pretrain_step(
         mean = masked_mean(-logprobs, rows.mask)
         return mean.total, mean
 
-    def begin(state: TrainState) -> tuple[Params, Mean]:
-        zero = jnp.zeros((), jnp.float32)
-        return jax.tree.map(jnp.zeros_like, state.params), Mean(zero, zero)
-
-    def gradient(state: TrainState, sums: tuple[Params, Mean], rows: Rows) -> tuple[tuple[Params, Mean], None]:
-        return jax.tree.map(jnp.add, sums, jax.grad(loss, has_aux=True)(state.params, rows)), None
+    def gradient(state: TrainState, rows: Rows) -> tuple[tuple[Params, Mean], None]:
+        return jax.grad(loss, has_aux=True)(state.params, rows), None
 
     def apply(state: TrainState, sums: tuple[Params, Mean]) -> tuple[TrainState, Mean]:
         gradient = jax.tree.map(lambda g: g / jnp.maximum(sums[1].count, 1.0), sums[0])
@@ -118,8 +114,8 @@ def make_pretrain_step(
 
     sums = partition.shardings(forward.specs), partition.replicated
     return Update(
-        begin=jax.jit(begin, out_shardings=sums),
-        gradient=jax.jit(gradient, donate_argnums=1, out_shardings=(sums, None)),
+        gradient=jax.jit(gradient, out_shardings=(sums, None)),
+        add=make_add(sums),
         apply=jax.jit(apply, donate_argnums=0),
     )
 

@@ -309,9 +309,9 @@ def two_minibatches(train_draft):
     """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
-    def gradient(policy, sums, rows, inputs):
+    def gradient(policy, rows, inputs):
         outputs = StepOutputs(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
-        return sums, outputs
+        return "sums", outputs
 
     def draft_step(draft, tables, rows, features):
         ((rows, features),) = zip(rows, features, strict=True)
@@ -329,8 +329,8 @@ def two_minibatches(train_draft):
         plan=types.SimpleNamespace(config=config),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
         policy_step=Update(
-            begin=lambda policy: None,
             gradient=gradient,
+            add=None,
             apply=lambda policy, sums: (policy.replace(params=policy.params + 1), "policy"),
         ),
         draft_step=draft_step,
@@ -424,7 +424,7 @@ def test_without_a_head_there_are_no_features(policy_params, partition):
     rows, inputs = make_batch(POLICY.vocab, 2, T)
     step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
     state = policy_state(policy_params, partition)
-    assert jax.eval_shape(step.gradient, state, step.begin(state), rows, inputs)[1].features is None
+    assert jax.eval_shape(step.gradient, state, rows, inputs)[1].features is None
 
 
 @pytest.mark.slow

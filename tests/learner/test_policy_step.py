@@ -132,7 +132,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatch"),
-    long_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", None), (SPLIT, 4), ("sequence 4, fsdp 2", None)]),
+    long_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", B), (SPLIT, 4), ("sequence 4, fsdp 2", B)]),
 )
 def test_microbatches_and_devices_change_rounding_only(mesh, microbatch):
     one, sharded = results("one", PLAIN), results(mesh, PLAIN, microbatch)

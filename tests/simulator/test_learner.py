@@ -102,9 +102,8 @@ def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, s
     bfloats = (jax.ShapeDtypeStruct((B, T, *x, model.embed), jnp.bfloat16) for x in ((read,), ()))
     state, rows = abstract_run_state(learner), Rows(ints, ints, ints, mask)
     tables = learner.read_tables.eval_shape(state.policy.params, state.vocab_map)
-    step = learner.draft_step.update
-    given = step.begin.eval_shape(state.draft), tables, jax.ShapeDtypeStruct((steps,), jnp.float32)
-    traced = jax.make_jaxpr(step.gradient)(state.draft, *given, Features(*bfloats, floats), rows)
+    step, counts = learner.draft_step.update, jax.ShapeDtypeStruct((steps,), jnp.float32)
+    traced = jax.make_jaxpr(step.gradient)(state.draft, tables, counts, Features(*bfloats, floats), rows)
     w = Workload(B, 8, 0.0, 0.0, LogNormalLengths(T / 2, T), B, ttt_steps=steps, anchor_stride=stride, tiled=True)
     found = LearnerCost(model, priced_head(kind, model, 0, 7, 2), ideal(flops=1.0)).draft_training(w, 1.0)
     assert found == pytest.approx(count_operations(traced.jaxpr), rel=0.05)

@@ -51,11 +51,11 @@ def test_policy_step_compiles_sharded(mesh):
     B = grpo.microbatch_tokens // 10_240
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
-    sums = step.begin.eval_shape(state)
-    # Of a microbatch parameters and sums; then two float32 moments beside them. An eighth of each on every device (norm
+    sums = step.gradient.eval_shape(state, *minibatch(B, T))[0]
+    # Parameters; then sums and two float32 moments beside them. An eighth of each on every device (norm
     # scales are split by fsdp alone).
     for lowered, copies in (
-        (step.gradient.lower(state, sums, *minibatch(B, T)), 2),
+        (step.gradient.lower(state, *minibatch(B, T)), 1),
         (step.apply.lower(state, sums), 4),
     ):
         expected = copies * 4 * 8_190_735_360 / 8
@@ -108,10 +108,10 @@ def test_draft_step_compiles_sharded(mesh):
     tables = TargetTables(
         *(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB))
     )
-    sums, counts = step.update.begin.eval_shape(state), jax.ShapeDtypeStruct((3,), jnp.float32)
+    counts = jax.ShapeDtypeStruct((3,), jnp.float32)
     rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
-    compiled = step.update.gradient.lower(state, sums, tables, counts, features, rows).compile()
-    # Float32 with sums; `fc` is split by fsdp alone.
-    learnt = 2 * 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
+    compiled = step.update.gradient.lower(state, tables, counts, features, rows).compile()
+    # Float32; `fc` is split by fsdp alone.
+    learnt = 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
     given = 4 * (MODEL.vocab + DRAFT_VOCAB) * D / 8 + B * T * (2 * 4 * D + 4) / 2
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(learnt + given, rel=0.02)
