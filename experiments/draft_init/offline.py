@@ -90,7 +90,8 @@ def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
     for i in range(steps):
         draft_step = cases[i * len(cases) // steps].learner.draft_step
         assert draft_step is not None and draft is not None  # a draft with weights
-        draft, _ = draft_step(draft, tables, *next(data))
+        read, rows = zip(*next(data))
+        draft, _ = draft_step(draft, tables, rows, read)
     jax.block_until_ready(draft)
     return dataclasses.replace(state, draft=draft), time.perf_counter() - start
 

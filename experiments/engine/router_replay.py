@@ -20,6 +20,7 @@ from experiments.parts import Parts, make_parts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
+from specrl_jax.training.update import score
 
 GROUP = 8
 MEASURES = ("rms", "mean", "max", "kl")
@@ -63,15 +64,16 @@ def measure(parts: Parts, seed: int) -> bench.Row:
     training_batch = TrainingBatch(drawn, np.zeros(n, np.float32), np.ones(n, bool))
     batch = learner_batch(training_batch, parts.rollout.tokenizer.pad_id, parts.learner.packing)
     params, mask = parts.learner.merged(state.policy), np.asarray(batch.rows.mask)
-    own = parts.learner.unreplayed_step(params, batch.rows)
-    replayed = parts.learner.logprob_step(params, batch.rows)[0]
+    compared = [parts.learner.unreplayed_step(params, rows) for rows in parts.learner.microbatches(batch.rows)]
+    own_logprobs, differing = (np.concatenate(x) for x in zip(*compared))
+    replayed = score(parts.learner, params, batch.rows)
     found = {
         "seed": seed,
         "tokens": int(mask.sum()),
-        "differing_experts": float(np.asarray(own.differing)[mask].mean()),
+        "differing_experts": float(differing[mask].mean()),
     }
-    for names, logprobs in ((OWN, own.logprobs), (REPLAYED, replayed)):
-        d = (np.asarray(logprobs) - batch.behaviour)[mask].astype(float)
+    for names, logprobs in ((OWN, own_logprobs), (REPLAYED, replayed)):
+        d = (logprobs - batch.behaviour)[mask].astype(float)
         values = np.sqrt((d**2).mean()), abs(d).mean(), abs(d).max(), (np.expm1(d) - d).mean()
         found |= dict(zip(names, map(float, values), strict=True))
     return found

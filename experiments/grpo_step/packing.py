@@ -25,6 +25,7 @@ from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
+from specrl_jax.training.update import score
 
 FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
 
@@ -49,10 +50,10 @@ def batches(parts: Parts, weights: Any) -> dict[str, LearnerBatch]:
 def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
     """Time one step; return (policy, seconds of the log-prob pass, seconds of the update)."""
     start = time.perf_counter()
-    old = jax.block_until_ready(parts.learner.logprob_step(state.params, batch.rows)[0])
+    old = score(parts.learner, state.params, batch.rows)
     middle = time.perf_counter()
     inputs: Any = LossInputs(old, None, batch.advantages)  # type: ignore[arg-type]  # numpy, as the loop gives them
-    state, _, outputs = parts.learner.policy_step(state, batch.rows, inputs)
+    state, _, outputs = parts.learner.policy_step(state, parts.learner.microbatches((batch.rows, inputs)))
     jax.block_until_ready((state, outputs))
     return state, middle - start, time.perf_counter() - middle
 

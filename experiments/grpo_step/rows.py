@@ -30,7 +30,7 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.plan import make_plan
-from specrl_jax.training.update import update
+from specrl_jax.training.update import score, update
 
 FIELDS = ("case", "name", "round", "rows", "row_tokens", "tokens", "logprob", "train", "temporaries")
 
@@ -62,16 +62,18 @@ def make_case(changes: dict[str, Any], length: np.ndarray, prompt: np.ndarray, l
     training_batch = TrainingBatch(rollouts, rng.normal(size=R).astype(np.float32), np.ones(R, bool))
     batch = learner_batch(training_batch, 0, learner.packing)
     if lossless:
-        batch = without_loss(batch, length)
+        batch = without_loss(batch, length, learner.packing.microbatch(batch.rows.tokens.shape[1]))
         length = np.array([batch.rows.tokens.size])
     return Case(learner, batch, int(length.sum()))
 
 
-def without_loss(batch: LearnerBatch, length: np.ndarray) -> LearnerBatch:
-    """Return rows as long as those of `batch` that are full of the same rollouts, cut where a row ends."""
+def without_loss(batch: LearnerBatch, length: np.ndarray, size: int) -> LearnerBatch:
+    """Return rows as long as those of `batch` that are full of the same rollouts, cut where a microbatch of `size` rows
+    ends; some rollouts twice where they fill less than one.
+    """
     T = batch.rows.tokens.shape[1]
-    rows = length.sum() // T
-    sequence = np.repeat(np.arange(len(length)), length)[: rows * T].reshape(rows, T)
+    rows = max(length.sum() // T // size, 1) * size
+    sequence = np.resize(np.repeat(np.arange(len(length)), length), (rows, T))
     fresh = np.pad(sequence[:, 1:] != sequence[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     place = np.broadcast_to(np.arange(T), fresh.shape)
     positions = place - np.maximum.accumulate(np.where(fresh, place, 0), axis=1)
@@ -84,10 +86,11 @@ def without_loss(batch: LearnerBatch, length: np.ndarray) -> LearnerBatch:
 
 def temporaries(case: Case, state: RunState) -> int:
     """Return the bytes of temporaries of the larger of logprob and policy update."""
-    inputs: Any = LossInputs(case.batch.behaviour, None, case.batch.advantages)  # type: ignore[arg-type]
+    of_batch: Any = LossInputs(case.batch.behaviour, None, case.batch.advantages)  # type: ignore[arg-type]
+    rows, inputs = case.learner.microbatches((case.batch.rows, of_batch))[0]
     lowered = (
-        case.learner.logprob_step.lower(state.policy.params, case.batch.rows),
-        case.learner.policy_step.lower(state.policy, case.batch.rows, inputs),
+        case.learner.logprob_step.lower(state.policy.params, rows),
+        case.learner.policy_step.gradient.lower(state.policy, rows, inputs),
     )
     found = [x.compile().memory_analysis() for x in lowered]
     return max(memory.temp_size_in_bytes for memory in found if memory is not None)
@@ -96,9 +99,9 @@ def temporaries(case: Case, state: RunState) -> int:
 def timed(case: Case, state: RunState) -> tuple[RunState, float, float]:
     """Time one step; return (state, seconds of logprob, of train)."""
     start = time.perf_counter()
-    old = np.asarray(case.learner.logprob_step(state.policy.params, case.batch.rows)[0])
+    old = score(case.learner, state.policy.params, case.batch.rows)
     middle = time.perf_counter()
-    inputs = LossInputs(old, None, case.batch.advantages)  # type: ignore[arg-type]
+    inputs: Any = LossInputs(old, None, case.batch.advantages)  # type: ignore[arg-type]
     state, _ = update(case.learner, state, case.batch.rows, inputs, train_draft=True)
     jax.block_until_ready(state)
     return state, middle - start, time.perf_counter() - middle

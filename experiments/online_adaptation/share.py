@@ -86,7 +86,7 @@ def measure(parts: Parts) -> bench.Row:
     rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
     state = abstract_run_state(parts.learner)
     reference = shape(B, T) if s.grpo.kl_coef else None
-    policy = jax.make_jaxpr(parts.learner.policy_step)(
+    policy = jax.make_jaxpr(parts.learner.policy_step.gradient)(
         state.policy, rows, LossInputs(shape(B, T), reference, shape(B, T))
     )
     head, draft_step = parts.learner.plan.draft, parts.learner.draft_step
@@ -96,7 +96,8 @@ def measure(parts: Parts) -> bench.Row:
     aux = shape(part, T, len(head.aux_layers), D, dtype=dtype)
     features = Features(aux, shape(part, T, D, dtype=dtype), shape(part, T))
     tables = TargetTables(shape(parts.learner.plan.model.vocab, D), shape(head.vocab, D))
-    draft = jax.make_jaxpr(draft_step)(state.draft, tables, features, rows)
+    counts = shape(s.draft.ttt_steps)
+    draft = jax.make_jaxpr(draft_step.update.gradient)(state.draft, tables, counts, features, rows)
     ours = count_operations(policy.jaxpr)
     theirs = count_operations(draft.jaxpr) * s.draft.epochs * s.draft.minibatches
     share = round(theirs / (ours + theirs), 4)

@@ -32,6 +32,7 @@ from experiments.verdicts import Claim, interval, judge_level, judge_ratio
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
+from specrl_jax.learner.draft_step import predicted
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Learner
 
@@ -80,10 +81,11 @@ def total_variation(learner: Learner, state: RunState, rollouts: Rollouts, pad_i
     """
     assert state.draft is not None and learner.predict_step is not None
     batch = TrainingBatch(rollouts, np.zeros(len(rollouts.length), np.float32), np.ones(len(rollouts.length), bool))
-    rows = learner.place(learner_batch(batch, pad_id, learner.packing).rows)
+    parts = learner.microbatches(learner_batch(batch, pad_id, learner.packing).rows)
     params = learner.merged(state.policy)
-    tables, features = learner.read_tables(params, state.vocab_map), learner.feature_step(params, rows)
-    reached = np.asarray(learner.predict_step(state.draft.params, tables, features, rows).acceptance)
+    tables, draft, predict = learner.read_tables(params, state.vocab_map), state.draft.params, learner.predict_step
+    sums = (predict(draft, tables, learner.feature_step(params, rows), rows) for rows in parts)
+    reached = np.asarray(predicted(sums).acceptance)
     return 1 - reached / np.array([1.0, *reached[:-1]])
 
 

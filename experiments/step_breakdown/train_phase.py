@@ -25,7 +25,7 @@ from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.update import update
+from specrl_jax.training.update import score, update
 
 KINDS = ("none", "eagle3")
 
@@ -43,8 +43,8 @@ def first_step(parts: Parts) -> tuple[Rows, LossInputs]:
     state = initial_state(parts.learner)
     rollouts = make_training_batch(parts, prepare(parts.learner, parts.rollout, state)[0])
     batch = learner_batch(rollouts, parts.rollout.tokenizer.pad_id, parts.learner.packing)
-    old_logprobs = jax.device_get(parts.learner.logprob_step(state.policy.params, batch.rows)[0])
-    return batch.rows, LossInputs(old_logprobs, None, batch.advantages)  # type: ignore[arg-type]  # numpy
+    old: Any = score(parts.learner, state.policy.params, batch.rows)
+    return batch.rows, LossInputs(old, None, batch.advantages)  # type: ignore[arg-type]  # numpy
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:

@@ -8,16 +8,14 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from specrl_jax.core import Jitted, Params, Tree, stand_in
+from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.batch import ids_per_row, pack_parts
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.qwen3.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
@@ -25,7 +23,6 @@ from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan
-from specrl_jax.training.router_replay import compared_every
 
 # Kinds of memory.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -47,7 +44,6 @@ def find_phases(plan: Plan) -> list[Phase]:
     """Return the programs in the order of a synchronous step, not compiled yet."""
     learner, rollout = make_learner(plan), make_rollout(plan, tokenizer=CharTokenizer())
     state, g = abstract_state(learner), plan.config.grpo
-    rows = g.prompts_per_step * g.group_size
     states = (state.policy, *([state.draft] if state.draft else []))
     params, draft = learner.merged(state.policy), state.draft
     moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in states)
@@ -70,7 +66,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "logprob",
-                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows, learner.packing.parts)),
+                lambda: learner.logprob_step.lower(params, abstract_rows(learner)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -79,25 +75,35 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "comparison of experts",
-                lambda: learner.unreplayed_step.lower(params, _compared_rows(learner, rows)),
+                lambda: learner.unreplayed_step.lower(params, abstract_rows(learner)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
         )
-    minibatch = abstract_minibatch(learner)
+    microbatch = abstract_microbatch(learner)
     tables = (learner.read_tables.eval_shape(state.policy.base, state.vocab_map),) if draft else ()
-    train = Phase(
-        "train policy",
-        lambda: learner.policy_step.lower(state.policy, *minibatch),
-        (PARAMETERS, BATCH, BATCH),
-        (*reference, *states[1:], *tables),
-    )
+    beside = (*reference, *states[1:], *tables)
+    sums = learner.policy_step.gradient.eval_shape(state.policy, *microbatch)[0]
+    train = [
+        Phase(
+            "train policy",
+            lambda: learner.policy_step.gradient.lower(state.policy, *microbatch),
+            (PARAMETERS, BATCH, BATCH),
+            (moments[0], *_earlier(learner, sums), *beside),
+        ),
+        Phase(
+            "update policy",
+            lambda: learner.policy_step.apply.lower(state.policy, sums),
+            (PARAMETERS, OPTIMIZER),
+            beside,
+        ),
+    ]
     if not draft:
-        return [*phases, train]
+        return [*phases, *train]
     read = _table_copies(learner, (*moments, draft.params, *reference))
-    learning = _draft_learning(learner, minibatch, (*reference, state.policy))
-    again = [_features(learner, minibatch[0], reference)] if plan.config.draft.replay_updates else []
-    return [*phases, read, train, *learning, *again]
+    learning = _draft_learning(learner, microbatch, reference)
+    again = [_features(learner, microbatch[0], reference)] if plan.config.draft.replay_updates else []
+    return [*phases, read, *train, *learning, *again]
 
 
 def count_programs(plan: Plan) -> dict[str, int]:
@@ -169,62 +175,60 @@ def _table_copies(learner: Learner, resident: tuple[object, ...]) -> Phase:
     return Phase("tables for the draft", read, (PARAMETERS, PARAMETERS), resident)
 
 
-def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[object, ...]) -> list[Phase]:
+def _draft_learning(
+    learner: Learner, microbatch: tuple[Rows, LossInputs], reference: tuple[object, ...]
+) -> list[Phase]:
     """Return what a draft does with the features of one policy update: it learns from them, or predicts only."""
-    state, d = abstract_state(learner), learner.plan.config.draft
-    draft, update, predict = state.draft, learner.draft_step, learner.predict_step
-    assert draft is not None and update is not None and predict is not None, "there is a draft with weights"
-    features = learner.policy_step.eval_shape(state.policy, *minibatch)[2].features
+    state, online = abstract_state(learner), learner.plan.config.draft.online
+    draft, step, predict = state.draft, learner.draft_step, learner.predict_step
+    assert draft is not None and step is not None and predict is not None, "there is a draft with weights"
+    of_policy, outputs = learner.policy_step.gradient.eval_shape(state.policy, *microbatch)
+    features, rows, policy = outputs.features, microbatch[0], (state.policy, of_policy)
     tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
+    resident = (*reference, *policy, dataclasses.replace(draft, params={}))
+    asked = functools.partial(predict.lower, draft.params, tables, features, rows)
+    predicts = Phase("predict acceptance", asked, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident)
+    if not online:
+        return [predicts]
+    counts = stand_in(step.count.eval_shape(draft, rows))
+    given = draft, tables, counts, features, rows
+    sums = step.update.gradient.eval_shape(*given)[0]
+    lower = functools.partial(step.update.gradient.lower, *given)
+    kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH, BATCH)
+    apply = functools.partial(step.update.apply.lower, draft, sums)
+    return [
+        Phase("train draft", lower, kinds, (*resident, *_earlier(learner, sums))),
+        Phase("update draft", apply, (PARAMETERS, OPTIMIZER), (*reference, *policy)),
+        predicts,
+    ]
 
-    inputs, kinds = (features, minibatch[0]), (PARAMETERS, PARAMETERS, BATCH, BATCH)
-    part = functools.partial(one_in, d.minibatches)
-    learns = Phase("train draft", lambda: update.lower(draft, tables, *part(inputs)), kinds, resident)
-    moments = dataclasses.replace(draft, params={})
-    predicts = Phase(
-        "predict acceptance", lambda: predict.lower(draft.params, tables, *inputs), kinds, (*resident, moments)
-    )
-    return [learns, predicts] if d.online else [predicts]
+
+def _earlier(learner: Learner, sums: object) -> tuple[object, ...]:
+    """Return the sums over earlier microbatches of an update; none where it has one."""
+    return (sums,) if learner.plan.config.grpo.microbatch_tokens else ()
 
 
 def _features(learner: Learner, rows: Rows, reference: tuple[object, ...]) -> Phase:
     """Return the forward that makes the features of a further update of the draft (training/replay.py)."""
-    state, n = abstract_state(learner), learner.plan.config.draft.minibatches
+    state = abstract_state(learner)
     # The policy chooses its own experts of texts that older ones wrote.
-    texts = dataclasses.replace(one_in(n, rows), experts=None)
+    texts = dataclasses.replace(rows, experts=None)
     tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
     moments = dataclasses.replace(state.policy, params={}, frozen=None)
     lower = functools.partial(learner.feature_step.lower, learner.merged(state.policy), texts)
     return Phase("features for the draft", lower, (PARAMETERS, BATCH), (*reference, moments, state.draft, tables))
 
 
-def _compared_rows(learner: Learner, rollouts: int) -> Rows:
-    """Return the shapes of the rows that `compare_experts` takes of a step's."""
-    rows, packing = abstract_rows(learner, rollouts, learner.packing.parts), learner.packing
-    return one_in(compared_every(len(rows.tokens), packing.num_shards), rows)
-
-
-def one_in(n: int, rows: Tree) -> Tree:
-    """Return the shapes of one row in n of a tree of shapes [B, ...]; n divides B."""
-
-    def fewer(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype, sharding=x.sharding)
-
-    return jax.tree.map(fewer, rows)
-
-
-def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
-    """Return the shapes of the inputs of one policy update."""
-    g, o = learner.plan.config.grpo, learner.objective
-    n = g.minibatches
-    rows = abstract_rows(learner, g.prompts_per_step * g.group_size // n, learner.packing.parts // n)
+def abstract_microbatch(learner: Learner) -> tuple[Rows, LossInputs]:
+    """Return the shapes of a microbatch of a policy update, of the longest rows."""
+    o, rows = learner.objective, abstract_rows(learner)
     floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows_sharding(learner)))
     inputs = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
         ref_logprobs=floats if o.kl_coef else None,
         advantages=floats,
         behaviour=floats if o.correction != "none" else None,
-        loss_mask=rows.mask if g.leaves_out else None,
+        loss_mask=rows.mask if learner.plan.config.grpo.leaves_out else None,
     )
     return rows, inputs
 
@@ -233,22 +237,20 @@ def rows_sharding(learner: Learner) -> NamedSharding:
     return learner.plan.learner_partition.sharding(("batch", "sequence"))
 
 
-def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
-    """Return the shapes of the rows of so many rollouts, each as long as it may be."""
-    limits = learner.plan.limits
-    places = pack_parts(np.full(rollouts, learner.plan.sequence_tokens), learner.packing._replace(parts=parts))
-    (B, T), most_kept = (places.rows, places.tokens), limits.most_kept
-    shape, sharding = (B, T), rows_sharding(learner)
+def abstract_rows(learner: Learner) -> Rows:
+    """Return the shapes of a microbatch of the longest rows."""
+    limits, packing = learner.plan.limits, learner.packing
+    T = packing.lengths[-1]
+    shape, sharding = (packing.microbatch(T), T), rows_sharding(learner)
     ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
-    # As many ids as top-k and top-p can keep; top-p usually keeps a few.
-    ids = stand_in(jax.ShapeDtypeStruct((B, ids_per_row(T, T * most_kept)), jnp.int32, sharding=sharding))
+    ids = stand_in(jax.ShapeDtypeStruct((shape[0], T * packing.ids), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
-    kept = KeptTokens(ids, ints) if most_kept else None
+    kept = KeptTokens(ids, ints) if limits.most_kept else None
     rows = Rows(ints, ints, ints, mask, ints, kept, mask if learner.tells_drawn else None)
     if not limits.records:
         return rows
     model = learner.plan.model
-    each = (B, T, model.layers * model.experts_per_token)
+    each = (*shape, model.layers * model.experts_per_token)
     experts = jax.ShapeDtypeStruct(each, record_dtype(model), sharding=sharding)
     return dataclasses.replace(rows, experts=stand_in(experts))
 

@@ -67,7 +67,8 @@ class Report:
         seconds = sum(m.seconds for m in self.measured)
         return (
             f"programs of a run: {self.programs['rollouts']} of rollouts, at most {self.programs['evaluation']} of "
-            f"evaluation, {learner} of the learner for each shape of its rows; the {len(self.measured)} above took "
+            f"evaluation, {learner} of the learner, for each of at most two lengths of its rows; the "
+            f"{len(self.measured)} above took "
             f"{seconds:.0f} s, one after the other"
         )
 

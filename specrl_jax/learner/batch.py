@@ -1,7 +1,8 @@
 """The training batch: rollouts with advantages, packed into rows for the learner's jitted steps.
 
-Rows are as long as the step's longest rollout needs, or somewhat longer where that leaves less of them empty, and as
-many as hold the rollouts, both rounded up: the learner's programs are compiled anew for each shape.
+The learner's programs are compiled for each shape of their rows. A run knows all shapes before its first step, from
+its config alone: rows have one of two lengths, and go through the programs in microbatches of one size, of which the
+last one's rows may be empty.
 """
 
 import dataclasses
@@ -14,19 +15,22 @@ import numpy as np
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import KeptTokens, Places, Rows, pack, packed, packed_rows, rows_of
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.learner.microbatches import fitting_rows
 
 # Tokens of the shortest row: attention over fewer saves nothing that could be measured.
 SHORTEST = 128
 # A row has room for two of the longest rollouts up to so many tokens, so that it fills whatever they are; a longer one
 # only for one, since memory and attention grow with its length.
 ROOM_FOR_TWO = 1024
-# Longer rows, by as many times, where they hold the rollouts in less than WORTH of the tokens: rollouts of one length
-# may leave a third of each row empty.
-LONGER = (1.5, 2)
-WORTH = 7 / 8
-# Numbers of rows between a power of two and the next: one in 16 rows is empty on average.
-SIZES = 8
+# Rows half as long, for steps of short rollouts, have so many tokens at least: each length takes programs of its own.
+# On a CPU tokens in rows of 512 cost a quarter more than in rows of 256, and these as much as in rows of 128.
+SHORT_ROWS = 256
+# A microbatch is a MICROBATCHES-th of what the rollouts of an update take where all are as long as they may be, some
+# times as much as they do take: half of one is empty on average. It has LEAST_TOKENS on each shard, so that adding up
+# gradients costs little beside making them.
+MICROBATCHES, LEAST_TOKENS = 32, 1024
+# Room for the sampling masks of a row, ids a token: all that a top-k up to EXACT can keep; else IDS, since what top-p
+# cuts usually leaves a few.
+EXACT, IDS = 32, 8
 
 
 class TrainingBatch(NamedTuple):
@@ -51,60 +55,79 @@ class Packing(NamedTuple):
 
     limit: int  # tokens of the longest rollout that there may be
     parts: int = 1  # minibatches, each as many as the draft's updates from it
-    num_shards: int = 1  # the rows of a part are a multiple of it
+    num_shards: int = 1  # the rows of a microbatch are a multiple of it
     sequence_shards: int = 1  # the tokens of a row are a multiple of it
-    microbatch_tokens: int = 0  # of all rows in one forward and backward pass; 0: of a minibatch
+    microbatch_tokens: int = 0  # of a microbatch, at most; 0: a part whose rollouts are all as long as they may be
     shortest: int = SHORTEST  # row, tokens
+    rollouts: int = 1  # of a part, usually at most
+    most_kept: int = 0  # tokens that top-k and top-p keep at most
 
     def row_tokens(self, longest: int) -> int:
-        """Return the tokens of a row whose longest rollout has `longest`: a power of two, or the limit rounded up."""
-        tokens = power_of_two(max(2 * longest, self.shortest))
-        if tokens > ROOM_FOR_TWO:
-            tokens = min(power_of_two(max(longest, ROOM_FOR_TWO)), max(self.limit, ROOM_FOR_TWO))
-        return self.divisible(tokens)
+        """Return the tokens of the rows of a step whose longest rollout has `longest`: one of `lengths`.
 
-    def row_choices(self, longest: int) -> list[int]:
-        """Return the tokens that a row may have, the fewest first; multiples of SHORTEST, up to ROOM_FOR_TWO."""
-        fewest = self.row_tokens(longest)
-        longer = [int(n * fewest) for n in LONGER if n * fewest <= ROOM_FOR_TWO and n * fewest % self.shortest == 0]
-        return [fewest, *(n for n in longer if n % self.sequence_shards == 0)]
+        What most steps of a run need is the row for the limit: of hundreds of rollouts some are cut. Where none has
+        half of it, rows of half the length hold as many, and attention costs half.
+        """
+        return self.lengths[0] if longest <= self.limit // 2 else self.lengths[-1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the tokens that a row of this run may have, one number or two, the smaller first."""
+        tokens = power_of_two(max(2 * self.limit, self.shortest))
+        if tokens > ROOM_FOR_TWO:
+            tokens = max(self.limit, ROOM_FOR_TWO)
+        return self._with_half(tokens)
 
     def lone_row_tokens(self, longest: int) -> int:
-        """Return the tokens of rows of one rollout each: a power of two, or the limit rounded up."""
-        return self.divisible(min(power_of_two(max(longest, self.shortest)), self.limit))
+        """Return the tokens of rows of one rollout each: one of two numbers, or one, as above."""
+        lengths = self._with_half(min(power_of_two(max(self.limit, self.shortest)), self.limit))
+        return next(n for n in lengths if n >= longest)
+
+    def _with_half(self, tokens: int) -> tuple[int, ...]:
+        lengths = (-(-tokens // 2), tokens) if tokens >= 2 * SHORT_ROWS else (tokens,)
+        return tuple(self.divisible(n) for n in lengths)
 
     def divisible(self, tokens: int) -> int:
         """Return the tokens of a row rounded up to what its shards divide."""
         return -(-tokens // self.sequence_shards) * self.sequence_shards
 
+    def microbatch(self, tokens: int) -> int:
+        """Return the rows of a microbatch, of `tokens` each: at least one on each shard; otherwise not more tokens than
+        microbatch_tokens, and not more rows than a part can need.
+        """
+        longest = self.limit if tokens >= self.lengths[-1] else max(1, self.limit // 2)
+        # Whatever the rollouts' lengths, all rows of `pack` but the last hold so many.
+        shared = math.ceil(self.rollouts / max(1, tokens // longest) / self.num_shards)
+        if self.microbatch_tokens:
+            wanted = max(math.ceil(shared / MICROBATCHES), LEAST_TOKENS // tokens)
+            shared = max(1, min(shared, wanted, self.microbatch_tokens // tokens // self.num_shards))
+        return self.num_shards * shared
+
     def rows(self, needed: int, tokens: int) -> int:
-        """Return the rows of a part that needs `needed` of `tokens`: one of few numbers, in equal microbatches."""
-        units = few_sizes(math.ceil(needed / self.num_shards))
-        most = fitting_rows(tokens, self.microbatch_tokens, self.num_shards) // self.num_shards
-        microbatches = math.ceil(units / most) if most else 1
-        return self.num_shards * microbatches * math.ceil(units / microbatches)
+        """Return the rows of a part that needs `needed` of `tokens`: full microbatches."""
+        size = self.microbatch(tokens)
+        return -(-needed // size) * size
+
+    @property
+    def ids(self) -> int:
+        """Return the room for the ids of a sampling mask, a token: see `ids_per_row`."""
+        return max(1, self.most_kept) if self.most_kept <= EXACT else IDS
 
 
 def least_pass(packing: Packing) -> str:
     """Return how many tokens a pass takes where that can be more than microbatch_tokens; "" where it cannot."""
     asked, shards = packing.microbatch_tokens, packing.num_shards
-    fewest, most = (shards * packing.row_tokens(n) for n in (1, packing.limit))
-    if not 0 < asked < most:
+    taken = [shards * n for n in packing.lengths]
+    if not 0 < asked < taken[-1]:
         return ""
-    taken = f"{max(fewest, asked)} to {most}" if fewest < most else f"{most}"
     rows = f"a row on each of {shards} shards" if shards > 1 else "one row"
-    return f"grpo.microbatch_tokens={asked}: a pass takes {rows}, {taken} tokens by the longest rollout of a step"
+    shorter = f", or {taken[0]} in a step of short rollouts" if len(taken) > 1 else ""
+    return f"grpo.microbatch_tokens={asked}: a pass takes {rows}, {taken[-1]} tokens{shorter}"
 
 
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
-
-
-def few_sizes(n: int) -> int:
-    """Return n rounded up to one of SIZES numbers between a power of two and the next: less than 1 / SIZES more."""
-    step = max(1, power_of_two(n + 1) // (2 * SIZES))
-    return -(-n // step) * step
 
 
 def learner_batch(
@@ -125,7 +148,7 @@ def learner_batch(
         rows = packed_rows(rows, places, r.length, pad_id)
         by_token = [packed(x, places, r.length, 0) for x in by_token]
     if r.mask_count.shape[1]:
-        rows = dataclasses.replace(rows, kept=_kept_tokens(r, places))
+        rows = dataclasses.replace(rows, kept=_kept_tokens(r, places, packing.ids if packing else 1))
     if len(r.experts):
         rows = dataclasses.replace(rows, experts=_experts(r, places, rows.tokens.shape))
     if drawn:
@@ -133,14 +156,15 @@ def learner_batch(
     return LearnerBatch(rows, *by_token)
 
 
-def _kept_tokens(rollouts: Rollouts, places: Places | None) -> KeptTokens:
-    """Lay out the rollouts' sampling masks, aligned with the rows' targets."""
+def _kept_tokens(rollouts: Rollouts, places: Places | None, each: int) -> KeptTokens:
+    """Lay out the rollouts' sampling masks, aligned with the rows' targets; `each`: Packing.ids."""
     count = np.pad(rollouts.mask_count[:, 1 : rollouts.length.max()], ((0, 0), (0, 1)))
     row = order = np.arange(len(count))
     if places:
         count, row = packed(count, places, rollouts.length, 0), places.row
         order = np.lexsort((places.start, places.row))
-    ids = np.full((len(count), ids_per_row(count.shape[1], int(count.sum(axis=1).max()))), -1, np.int32)
+    room = ids_per_row(count.shape[1] * each, int(count.sum(axis=1).max()))
+    ids = np.full((len(count), room), -1, np.int32)
     used, masks = np.zeros(len(count), np.int64), rollouts.masks()
     for i in order:
         ids[row[i], used[row[i]] : used[row[i]] + len(masks[i])] = masks[i]
@@ -157,12 +181,12 @@ def _experts(rollouts: Rollouts, places: Places | None, shape: tuple[int, ...]) 
     return stand_in(out)
 
 
-def ids_per_row(tokens: int, most: int) -> int:
-    """Return N, room for the `most` ids of a row's sampling masks: `tokens` times a power of two, so N has few values.
+def ids_per_row(usual: int, most: int) -> int:
+    """Return N, room for the ids of a row's sampling masks: `usual`, or twice that, and so on, where one has `most`.
 
     Each compiles the learner's programs.
     """
-    return tokens * 2 ** math.ceil(math.log2(max(most / tokens, 1)))
+    return usual * 2 ** math.ceil(math.log2(max(most / usual, 1)))
 
 
 def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
@@ -182,23 +206,16 @@ def pack_parts(length: np.ndarray, packing: Packing) -> Places:
     Args:
       length: [R] tokens of the rollouts.
     """
-    shortest, *longer = (_pack_parts(length, packing, tokens) for tokens in packing.row_choices(int(length.max())))
-    fullest = min(longer, key=lambda places: places.rows * places.tokens, default=shortest)
-    return fullest if fullest.rows * fullest.tokens < WORTH * shortest.rows * shortest.tokens else shortest
-
-
-def pack_alike(length: np.ndarray, packing: Packing, tokens: int) -> Places:
-    """Pack [R] sequences into rows of `tokens`, and one of few numbers of them: each shape compiles a step anew."""
-    places = pack(length, tokens)
-    return places._replace(rows=packing.rows(places.rows, places.tokens))
-
-
-def _pack_parts(length: np.ndarray, packing: Packing, tokens: int) -> Places:
-    """Pack into rows of `tokens`."""
-    n = packing.parts
+    n, tokens = packing.parts, packing.row_tokens(int(length.max()))
     parts = [pack(length[i::n], tokens) for i in range(n)]
     rows = packing.rows(max(part.rows for part in parts), tokens)
     row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))
     for i, part in enumerate(parts):
         row[i::n], start[i::n], segment[i::n] = part.row * n + i, part.start, part.segment
     return Places(row, start, segment, rows * n, tokens)
+
+
+def pack_alike(length: np.ndarray, packing: Packing, tokens: int) -> Places:
+    """Pack [R] sequences into rows of `tokens`, full microbatches of them."""
+    places = pack(length, tokens)
+    return places._replace(rows=packing.rows(places.rows, tokens))

@@ -1,11 +1,12 @@
 """The learner's jitted functions of the draft: one update from the policy's features, and its predicted acceptance.
 
 The policy's features enter behind stop_gradient, and nothing of the draft enters the policy's update: the two are
-separate jitted functions.
+separate jitted functions. Each is a program of one microbatch of rows, as the policy's.
 """
 
 import dataclasses
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import flax.struct
 import jax
@@ -16,7 +17,7 @@ import optax
 from specrl_jax.core import DraftTerms, Jitted, Mean, Params, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables, confidence_logits
-from specrl_jax.learner.microbatches import accumulate, microbatch_rows, split
+from specrl_jax.learner.microbatches import Passes, Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
@@ -50,7 +51,6 @@ class DraftForward:
     loss: str  # one of draft_losses.LOSSES
     ttt_steps: int  # draft steps unrolled
     vocab_tile: int  # entries of the draft vocabulary unembedded at once; 0 = all
-    microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
     positions: str = "all"  # one of draft_losses.POSITIONS
     anchor_stride: int = 1  # in an update a draft starts every n tokens
@@ -83,10 +83,42 @@ class DraftMetrics:
 
 # (policy params, vocab_map) -> copies of its tables
 ReadTables = Jitted[[Params, jax.Array | None], TargetTables]
-# The state is donated.
-DraftStep = Jitted[[TrainState, TargetTables, Features, Rows], tuple[TrainState, DraftMetrics]]
-# (draft params, tables, features, rows) -> diagnostics
+# (draft params, tables, features, rows) -> diagnostics whose leaves are Means
 PredictStep = Jitted[[Params, TargetTables, Features, Rows], DraftDiagnostics]
+
+
+class _Sums(NamedTuple):
+    """Sums over the microbatches of an update."""
+
+    gradient: Params
+    loss: Mean  # [steps]
+    diagnostics: DraftDiagnostics  # whose leaves are Means
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftStep:
+    """One update of a draft.
+
+    Attributes:
+      count: (state, rows) -> [steps] float32, what the mean of each draft step's loss is divided by.
+      update: a microbatch is (tables, counts of all microbatches, features, rows).
+    """
+
+    count: Jitted[[TrainState, Rows], jax.Array]
+    update: Update[TrainState, None, DraftMetrics]
+
+    def __call__(
+        self, state: TrainState, tables: TargetTables, rows: Sequence[Rows], features: Iterable[Features]
+    ) -> tuple[TrainState, DraftMetrics]:
+        """Return (state after an update from these microbatches, metrics). The state is donated.
+
+        `features` may be made as they are asked for, one microbatch after the other.
+        """
+        counts = sum(jax.device_get([self.count(state, part) for part in rows]))
+        passes = Passes(self.update, state)
+        for found, part in zip(features, rows, strict=True):
+            passes.add(tables, counts, found, part)
+        return passes.apply()
 
 
 def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner, replays: bool = False) -> ReadTables:
@@ -109,21 +141,26 @@ def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner, replays: 
 def make_draft_step(
     forward: DraftForward, optimizer: optax.GradientTransformation, partition: Partitioner
 ) -> DraftStep:
-    """Return the jitted optimizer update of the draft from one minibatch; the state is donated."""
+    """Return the optimizer update of the draft from the microbatches of one minibatch."""
 
     weights = step_weights(forward.loss, forward.ttt_steps)
 
+    def weighted_pairs(state: TrainState, rows: Rows) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+        """Return (anchors, pairs, their weights in the loss)."""
+        anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
+        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
+        return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors)
+
     def loss_sum(
         params: Params,
+        state: TrainState,
         tables: TargetTables,
         counts: jax.Array,
-        anchors: jax.Array | None,
         features: Features,
         rows: Rows,
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
+        anchors, pairs, weighted = weighted_pairs(state, rows)
         outputs, terms = _terms(forward, partition, params, tables, features, rows, anchors)
-        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
-        weighted = pair_weights(pairs, rows.drawn, forward.positions, anchors)
         losses = step_losses(forward.loss, terms)
         if "confidence" in params:
             # The head reads what the draft computes, and does not shape it.
@@ -132,45 +169,54 @@ def make_draft_step(
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
-    def update(
-        state: TrainState, tables: TargetTables, features: Features, rows: Rows
-    ) -> tuple[TrainState, DraftMetrics]:
-        anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
-        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
-        counts = pair_weights(pairs, rows.drawn, forward.positions, anchors).sum(axis=(1, 2))
+    def count(state: TrainState, rows: Rows) -> jax.Array:
+        return weighted_pairs(state, rows)[2].sum(axis=(1, 2))
 
-        def gradient_fn(params: Params, features: Features, rows: Rows) -> tuple[tuple, None]:
-            return jax.grad(loss_sum, has_aux=True)(params, tables, counts, anchors, features, rows), None
+    def gradient(
+        state: TrainState, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
+    ) -> tuple[_Sums, None]:
+        found, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, tables, counts, features, rows)
+        return _Sums(found, *sums), None
 
-        parts = (features, rows)
-        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
-        (gradient, (loss, diagnostics)), _ = accumulate(gradient_fn, state.params, parts, size)
-        norm = optax.tree.norm(gradient)
+    def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, DraftMetrics]:
+        norm = optax.tree.norm(sums.gradient)
         healthy = jnp.isfinite(norm)
-        metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, ~healthy, _values(diagnostics))
-        updated, _ = apply_gradient(state, gradient, optimizer, healthy)
+        metrics = DraftMetrics(jnp.sum(weights * sums.loss.value()), norm, ~healthy, _values(sums.diagnostics))
+        updated, _ = apply_gradient(state, sums.gradient, optimizer, healthy)
         return dataclasses.replace(updated, step=state.step + 1), metrics
 
-    shardings = state_shardings(forward.draft.specs, optimizer, partition)
-    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, partition.replicated))
+    state, alike = state_shardings(forward.draft.specs, optimizer, partition), partition.replicated
+    sums = _Sums(state.params, Mean(stand_in(alike), stand_in(alike)), cast(DraftDiagnostics, alike))
+    return DraftStep(
+        count=jax.jit(count, out_shardings=alike),
+        update=Update(
+            gradient=jax.jit(gradient, out_shardings=(sums, None)),
+            add=make_add(sums),
+            apply=jax.jit(apply, donate_argnums=0, out_shardings=(state, alike)),
+        ),
+    )
 
 
 def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_predicted: int = 1) -> PredictStep:
-    """Return the jitted diagnostics of a draft that is not trained in this step.
+    """Return the jitted diagnostics of a draft that is not trained in this step, as sums: see `predicted`.
 
-    Evaluates one microbatch, or one row of it in `rows_per_predicted` (fewer where the devices of `batch` could not
-    share them evenly): an estimate for the cost of their forward pass.
+    Evaluates one row in `rows_per_predicted` of a microbatch (fewer where the devices of `batch` could not share them
+    evenly): an estimate for the cost of their forward pass.
     """
 
     def predict(params: Params, tables: TargetTables, features: Features, rows: Rows) -> DraftDiagnostics:
-        num_shards = partition.num_shards("batch")
-        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, num_shards)
-        parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
-        features, rows = jax.tree.map(lambda x: x[0], split((features, rows), size // parts))
+        size, num_shards = len(rows.tokens), partition.num_shards("batch")
+        every = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
+        features, rows = jax.tree.map(lambda x: x[::every], (features, rows))
         _, terms = _terms(forward, partition, params, tables, features, rows)
-        return _values(_diagnostics(terms, draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)))
+        return _diagnostics(terms, draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments))
 
     return jax.jit(predict, out_shardings=partition.replicated)
+
+
+def predicted(sums: Iterable[DraftDiagnostics]) -> DraftDiagnostics:
+    """Return the diagnostics, on the host, of what the prediction step returned of each microbatch."""
+    return _values(jax.tree.map(lambda *x: sum(x), *jax.device_get(list(sums))))
 
 
 def _anchors(T: int, stride: int, step: jax.Array) -> jax.Array | None:

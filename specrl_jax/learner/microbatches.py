@@ -1,66 +1,73 @@
-"""Gradient accumulation: a minibatch split into microbatches, their sums added up, their rows put together."""
+"""An optimizer update in programs of one microbatch: whatever the number of rows, the same few and a loop of the host.
 
-from collections.abc import Callable
-from typing import TypeVar
+A program of all rows would be compiled anew for every number of them.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Tree
+from specrl_jax.core import Jitted, Tree
 
-Params = TypeVar("Params")
-Sums = TypeVar("Sums")
+State = TypeVar("State")
+Metrics = TypeVar("Metrics")
 PerRow = TypeVar("PerRow")
 
 
-def fitting_rows(row_tokens: int, tokens: int, num_shards: int) -> int:
-    """Return the most rows of `row_tokens` that have `tokens` in all, a multiple of num_shards, at least one of it.
+@dataclasses.dataclass(frozen=True)
+class Update(Generic[State, PerRow, Metrics]):
+    """An optimizer update from any number of microbatches.
 
-    0 where `tokens` is 0: as many as there are.
+    Attributes:
+      gradient: (state, *microbatch) -> (sums over the microbatch, its per-row outputs).
+      add: sums of two -> sums of both; the first are donated. One microbatch needs none, and takes no memory for it.
+      apply: (state, sums) -> (state after the update, metrics); the state is donated.
     """
-    return tokens and max(tokens // row_tokens // num_shards, 1) * num_shards
+
+    gradient: Jitted[..., tuple[Any, PerRow]]
+    add: Jitted[[Any, Any], Any]
+    apply: Jitted[[State, Any], tuple[State, Metrics]]
+
+    def __call__(self, state: State, microbatches: Iterable[tuple]) -> tuple[State, Metrics, list[PerRow]]:
+        """Return (state after the update, metrics, the per-row outputs of each microbatch). The state is donated."""
+        passes = Passes(self, state)
+        outputs = [passes.add(*microbatch) for microbatch in microbatches]
+        return *passes.apply(), outputs
 
 
-def microbatch_rows(shape: tuple[int, ...], tokens: int, num_shards: int) -> int:
-    """Return the rows of a microbatch of [B, T] rows: of the numbers that divide B the largest that fits, see above.
+class Passes(Generic[State, PerRow, Metrics]):
+    """The microbatches of one update so far."""
 
-    All B where none does: fewer could not be shared evenly.
-    """
-    B, T = shape
-    most = fitting_rows(T, tokens, num_shards) or B
-    return next((n for n in range(min(most, B), 0, -1) if B % n == 0 and n % num_shards == 0), B)
+    def __init__(self, update: Update[State, PerRow, Metrics], state: State) -> None:
+        self._update, self._state, self._sums = update, state, None
 
+    def add(self, *microbatch: object) -> PerRow:
+        """Add a microbatch; return its per-row outputs, by the state before the update."""
+        sums, outputs = self._update.gradient(self._state, *microbatch)
+        self._sums = sums if self._sums is None else self._update.add(self._sums, sums)
+        return outputs
 
-def accumulate(
-    gradient_fn: Callable[..., tuple[Sums, PerRow]], params: Params, batch: tuple[object, ...], size: int
-) -> tuple[Sums, PerRow]:
-    """Apply `gradient_fn(params, *part) -> (sums, rows)` to every microbatch of `size` rows of `batch`.
-
-    Returns the sums added up, and the per-row outputs in the order of the batch's rows.
-    """
-    parts = split(batch, size)
-    first = jax.tree.map(lambda x: x[0], parts)
-    if jax.tree.leaves(parts)[0].shape[0] == 1:
-        return gradient_fn(params, *first)
-
-    def add(total: Sums, part: tuple[object, ...]) -> tuple[Sums, PerRow]:
-        sums, rows = gradient_fn(params, *part)
-        return jax.tree.map(jnp.add, total, sums), rows
-
-    shapes, _ = jax.eval_shape(gradient_fn, params, *first)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    sums, rows = jax.lax.scan(add, zeros, parts)
-    return sums, merge(rows)
+    def apply(self) -> tuple[State, Metrics]:
+        """Return (state after the update, metrics). At least one microbatch was added."""
+        return self._update.apply(self._state, self._sums)
 
 
-def split(batch: Tree, size: int) -> Tree:
-    """Reshape leaves [B, ...] to [B / size, size, ...].
+def make_add(shardings: object) -> Jitted[[Any, Any], Any]:
+    """Return Update.add of sums with these shardings."""
 
-    Rows are dealt round robin, so that every device keeps its share of each part.
-    """
-    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(size, -1, *x.shape[1:]), 0, 1), batch)
+    def add(sums: Any, others: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, others)
+
+    return jax.jit(add, donate_argnums=0, out_shardings=shardings)
 
 
-def merge(parts: Tree) -> Tree:
-    """Invert `split`: leaves [B / m, m, ...] to [B, ...]."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), parts)
+def split(batch: Tree, size: int) -> list[Tree]:
+    """Split leaves [B, ...] into microbatches of `size` rows, which divides B."""
+    B = len(jax.tree.leaves(batch)[0])
+    assert B % size == 0, f"{B} rows in microbatches of {size}"
+    if size == B:
+        return [batch]
+    return [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, B, size)]

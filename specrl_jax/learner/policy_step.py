@@ -1,16 +1,19 @@
-"""The learner's jitted functions of the policy: log-probs and features of recorded rows, and one GRPO update."""
+"""The learner's jitted functions of the policy: log-probs and features of recorded rows, and one GRPO update.
+
+Each is a program of one microbatch of rows (learner/batch.py); the host goes over the microbatches.
+"""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import Jitted, Params
+from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import Rows
-from specrl_jax.learner.microbatches import accumulate, merge, microbatch_rows, split
+from specrl_jax.learner.microbatches import Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
@@ -30,7 +33,6 @@ class PolicyForward:
     dtype: jnp.dtype  # of activations; parameters are float32
     remat: str  # what the backward pass of a layer computes again, one of `remat.REMAT`
     vocab_tile: int  # vocabulary entries unembedded at once; 0 = all
-    microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # of every log-prob, the rollout's; the rows say what top-k and top-p kept
     features: bool = False  # whether a draft learns from the forward pass
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned as features
@@ -95,7 +97,7 @@ class Unreplayed(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """Per-token outputs of a minibatch, by the policy before the update."""
+    """Per-token outputs of a microbatch, by the policy before the update."""
 
     logprobs: jax.Array  # [B, T] float32, nats
     features: Features | None  # None: no draft with weights
@@ -105,21 +107,25 @@ class StepOutputs(NamedTuple):
 LogprobStep = Jitted[[Params, Rows], tuple[jax.Array, jax.Array]]
 UnreplayedStep = Jitted[[Params, Rows], Unreplayed]
 FeatureStep = Jitted[[Params, Rows], Features]
-# The state is donated.
-PolicyStep = Jitted[[TrainState, Rows, LossInputs], tuple[TrainState, UpdateMetrics, StepOutputs]]
+# A microbatch is (rows, loss inputs).
+PolicyStep = Update[TrainState, StepOutputs, UpdateMetrics]
+
+
+class _Sums(NamedTuple):
+    """Sums over the microbatches of an update."""
+
+    gradient: Params
+    terms: LossMetrics
+    routing: jax.Array | None  # [L, E] float32, see UpdateMetrics
 
 
 def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> LogprobStep:
-    """Return the jitted log-probs and entropy of recorded rows, computed microbatch by microbatch."""
+    """Return the jitted log-probs and entropy of recorded rows."""
 
     def logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        def score(rows: Rows) -> tuple[jax.Array, jax.Array]:
-            out = forward.apply(params, rows, partition)
-            assert out.logprobs is not None and out.entropy is not None  # rows have targets
-            return out.logprobs, out.entropy
-
-        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
-        return merge(jax.lax.map(score, split(rows, size)))
+        out = forward.apply(params, rows, partition)
+        assert out.logprobs is not None and out.entropy is not None  # rows have targets
+        return out.logprobs, out.entropy
 
     batch = partition.sharding(("batch", "sequence"))
     params = partition.shardings(forward.specs)
@@ -127,30 +133,24 @@ def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> Logprob
 
 
 def make_unreplayed_step(forward: PolicyForward, partition: Partitioner) -> UnreplayedStep:
-    """Return the jitted comparison of rows' experts with those that the policy chooses, by microbatch."""
+    """Return the jitted comparison of rows' experts with those that the policy chooses."""
 
-    def unreplayed(params: Params, rows: Rows) -> Unreplayed:
-        def compare(rows: Rows) -> Unreplayed:
-            assert rows.experts is not None, "there are experts to compare with"
-            out = forward.apply(params, dataclasses.replace(rows, experts=None), partition, return_experts=True)
-            assert out.logprobs is not None and out.experts is not None  # rows have targets
-            return Unreplayed(out.logprobs, differing(rows.experts, out.experts, forward.model))
-
-        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
-        return merge(jax.lax.map(compare, split(rows, size)))
+    def compare(params: Params, rows: Rows) -> Unreplayed:
+        assert rows.experts is not None, "there are experts to compare with"
+        out = forward.apply(params, dataclasses.replace(rows, experts=None), partition, return_experts=True)
+        assert out.logprobs is not None and out.experts is not None  # rows have targets
+        return Unreplayed(out.logprobs, differing(rows.experts, out.experts, forward.model))
 
     batch = partition.sharding(("batch", "sequence"))
     params = partition.shardings(forward.specs)
-    return jax.jit(unreplayed, in_shardings=(params, batch), out_shardings=batch)
+    return jax.jit(compare, in_shardings=(params, batch), out_shardings=batch)
 
 
 def make_feature_step(forward: PolicyForward, partition: Partitioner) -> FeatureStep:
     """Return the jitted features of recorded rows, for a policy that is not trained."""
 
     def features(params: Params, rows: Rows) -> Features:
-        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
-        microbatches = split(rows, size)
-        return merge(jax.lax.map(lambda rows: _features(forward.apply(params, rows, partition)), microbatches))
+        return _features(forward.apply(params, rows, partition))
 
     return jax.jit(features, out_shardings=partition.sharding(("batch", "sequence")))
 
@@ -163,43 +163,42 @@ def _features(out: qwen3.Output) -> Features:
 def make_policy_step(
     forward: PolicyForward, objective: Objective, optimizer: optax.GradientTransformation, partition: Partitioner
 ) -> PolicyStep:
-    """Return the jitted optimizer update of the policy from one minibatch; the state is donated.
+    """Return the optimizer update of the policy from the microbatches of one minibatch.
 
     The features of the forward are always among its outputs where a draft has weights, so that the update has the same
-    bits with draft training on and off. The gradient is that of the loss *sum*, accumulated over microbatches and
-    divided by the minibatch's count once, so the split into microbatches changes only rounding.
+    bits with draft training on and off. The gradient is that of the loss *sum*, divided by the minibatch's count once,
+    so the split into microbatches changes only rounding.
     """
 
     def loss_sum(
         trained: Params, frozen: Params | None, rows: Rows, inputs: LossInputs
-    ) -> tuple[jax.Array, tuple[tuple[LossMetrics, jax.Array | None], StepOutputs]]:
+    ) -> tuple[jax.Array, tuple[LossMetrics, jax.Array | None, StepOutputs]]:
         out = forward.apply(forward.merge(trained, frozen), rows, partition)
         assert out.logprobs is not None and out.entropy is not None  # rows have targets
         terms = grpo_loss(out.logprobs, out.entropy, inputs, rows.mask, rows.segments, objective)
         logprobs = jax.lax.stop_gradient(out.logprobs)
         outputs = StepOutputs(logprobs, _features(out) if forward.features else None)
-        return terms.loss.total, ((terms, jax.lax.stop_gradient(out.routing)), outputs)
+        return terms.loss.total, (terms, jax.lax.stop_gradient(out.routing), outputs)
 
-    def update(state: TrainState, rows: Rows, inputs: LossInputs) -> tuple[TrainState, UpdateMetrics, StepOutputs]:
-        def gradient_fn(trained: Params, rows: Rows, inputs: LossInputs) -> tuple[tuple, StepOutputs]:
-            gradient, (sums, outputs) = jax.grad(loss_sum, has_aux=True)(trained, state.frozen, rows, inputs)
-            return (gradient, sums), outputs
+    def gradient(state: TrainState, rows: Rows, inputs: LossInputs) -> tuple[_Sums, StepOutputs]:
+        found, (terms, routing, outputs) = jax.grad(loss_sum, has_aux=True)(state.params, state.frozen, rows, inputs)
+        return _Sums(found, terms, routing), outputs
 
-        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
-        sums, outputs = accumulate(gradient_fn, state.params, (rows, inputs), size)
-        gradient, (terms, routing) = sums
-        gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
-        norm = optax.tree.norm(gradient)
-        healthy = jnp.isfinite(norm) & jnp.isfinite(terms.loss.total)
-        updated, growth = apply_gradient(state, gradient, optimizer, healthy)
-        return updated, UpdateMetrics(terms, norm, ~healthy, growth, routing), outputs
+    def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, UpdateMetrics]:
+        loss = sums.terms.loss
+        mean = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), sums.gradient)
+        norm = optax.tree.norm(mean)
+        healthy = jnp.isfinite(norm) & jnp.isfinite(loss.total)
+        updated, growth = apply_gradient(state, mean, optimizer, healthy)
+        return updated, UpdateMetrics(sums.terms, norm, ~healthy, growth, sums.routing)
 
     frozen = qwen3.param_specs(forward.model) if forward.lora else None
-    shardings = state_shardings(forward.trained_specs, optimizer, partition, frozen)
+    state = state_shardings(forward.trained_specs, optimizer, partition, frozen)
+    alike = stand_in(partition.replicated)
+    sums = _Sums(state.params, cast(LossMetrics, alike), alike)
     by_row = partition.sharding(("batch", "sequence"))
-    return jax.jit(
-        update,
-        donate_argnums=0,
-        in_shardings=(shardings, by_row, by_row),
-        out_shardings=(shardings, partition.replicated, by_row),
+    return Update(
+        gradient=jax.jit(gradient, in_shardings=(state, by_row, by_row), out_shardings=(sums, by_row)),
+        add=make_add(sums),
+        apply=jax.jit(apply, donate_argnums=0, in_shardings=(state, sums), out_shardings=(state, alike)),
     )

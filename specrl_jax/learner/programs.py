@@ -1,8 +1,11 @@
-"""The learner's jitted steps compile at their first call with new shapes: announced, and refused if too large."""
+"""The learner's jitted steps compile at their first call: announced, and refused if too large.
+
+Then for all shapes of rows that the run has, so that nothing compiles in a later step.
+"""
 
 import time
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -10,6 +13,10 @@ import numpy as np
 from specrl_jax.core import Jitted
 from specrl_jax.data.rows import Rows
 from specrl_jax.io.memory import check_fits
+from specrl_jax.learner.batch import Packing
+from specrl_jax.learner.microbatches import Metrics, PerRow, State, Update
+from specrl_jax.learner.policy_step import Features
+from specrl_jax.rl.objectives import LossInputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,36 +29,76 @@ class Programs:
       on_program: called with what was compiled and its seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
         self.on_program: Callable[[str, float], None] = lambda program, seconds: None
 
     def announced(self, name: str, phase: str, step: Jitted[P, R]) -> "AnnouncedStep[P, R]":
         """Return the step, announced as `name`; it runs in `phase`."""
         return AnnouncedStep(self, name, phase, step)
 
+    def announced_update(self, name: str, update: Update[State, PerRow, Metrics]) -> Update[State, PerRow, Metrics]:
+        """Return the update of `name`, its programs announced."""
+        add = self.announced(f"{name} sums", "train", update.add)
+        apply = self.announced(f"{name} update", "train", update.apply)
+        # A first update of one microbatch adds nothing up; a later one may.
+        gradient = AnnouncedStep(
+            self, f"{name} gradient", "train", update.gradient, lambda found: add.prepare(found[0], found[0])
+        )
+        return Update(gradient, add, apply)
+
 
 class AnnouncedStep(Generic[P, R]):
-    """A jitted step of the learner. Raises InputError where a program needs more of a host's memory than is free."""
+    """A jitted step of the learner. Raises InputError where a program needs more of a host's memory than is free.
 
-    def __init__(self, programs: Programs, name: str, phase: str, step: Jitted[P, R]) -> None:
-        self._programs, self._name, self._phase, self._step = programs, name, phase, step
+    Args:
+      then: called with the result of a call that compiled.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        name: str,
+        phase: str,
+        step: Jitted[P, R],
+        then: Callable[[R], object] = lambda result: None,
+    ) -> None:
+        self._programs, self._name, self._phase, self._step, self._then = programs, name, phase, step, then
         self._known: set[tuple[tuple[int, ...], ...]] = set()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        compiled = self.prepare(*args)
+        result = self._step(*args, **kwargs)
+        if compiled:
+            self._then(result)
+        return result
+
+    def prepare(self, *args: object) -> bool:
+        """Compile for these arguments, unless that was done; return whether it was not."""
         leaves = jax.tree.leaves(args)
         shapes = tuple(np.shape(x) for x in leaves)
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-        if shapes not in self._known and not traced and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            self._compile(args)
-            self._known.add(shapes)
-        return self._step(*args, **kwargs)
+        if shapes in self._known or traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return False
+        for alike in [args, *self._other_lengths(args)]:
+            self._compile(alike)
+            self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
+        return True
+
+    def _other_lengths(self, args: tuple[object, ...]) -> list[tuple[object, ...]]:
+        """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""
+        packing, rows = self._programs.packing, next((x.tokens.shape for x in args if isinstance(x, Rows)), None)
+        if rows is None or rows not in [(packing.microbatch(n), n) for n in packing.lengths]:
+            return []
+        others = [(packing.microbatch(n), n) for n in packing.lengths if n != rows[1]]
+        return [tuple(_resized(x, rows, other) for x in args) for other in others]
 
     def _compile(self, args: tuple[object, ...]) -> None:
-        """Compile for these arguments; the call that follows finds the program in jax's cache."""
+        """Compile for these arguments; a call with such finds the program in jax's cache."""
         start = time.perf_counter()
         compiled = self._step.lower(*args).compile()
-        rows = next(x for x in args if isinstance(x, Rows)).tokens.shape
-        self._programs.on_program(f"{self._name} {rows[0]} x {rows[1]} tokens", time.perf_counter() - start)
+        shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]
+        self._programs.on_program(self._name + "".join(shapes), time.perf_counter() - start)
         check_fits(self._phase, compiled)
 
     def lower(self, *args: object) -> jax.stages.Lowered:
@@ -59,3 +106,16 @@ class AnnouncedStep(Generic[P, R]):
 
     def eval_shape(self, *args: object) -> R:
         return self._step.eval_shape(*args)
+
+
+def _resized(x: Any, rows: tuple[int, int], other: tuple[int, int]) -> Any:
+    """Return what is by row in microbatches of other (rows, tokens), as shapes."""
+    if not isinstance(x, Rows | LossInputs | Features):
+        return x
+
+    def resized(x: Any) -> jax.ShapeDtypeStruct:
+        # The room for the ids of sampling masks is a multiple of a row's tokens.
+        shape = (other[0], x.shape[1] // rows[1] * other[1], *x.shape[2:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+    return jax.tree.map(resized, x)

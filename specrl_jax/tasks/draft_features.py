@@ -30,9 +30,11 @@ from specrl_jax.io.agreement import digest
 from specrl_jax.io.progress import Display
 from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike
+from specrl_jax.learner.microbatches import split
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.training.build import Learner, Rollout
 from specrl_jax.training.problems import Problems
+from specrl_jax.training.replay import divisible
 
 # Separate noise: else a measurement with the same seed may draw the draft's own training texts, and what is accepted
 # there the draft knows by heart.
@@ -113,9 +115,7 @@ def fill_store(
             tokens = np.pad(tokens, ((0, 0), (0, T)), constant_values=pad_id)[:, :T]
             environment = np.pad(environment, ((0, 0), (0, T)))[:, :T]
             middle = time.perf_counter()
-            features = jax.device_get(learner.feature_step(params, rows_of(tokens, prompt_length, length, pad_id)))
-            aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
-            read = aux, features.hidden, features.normaliser
+            read = _read(learner, params, rows_of(tokens, prompt_length, length, pad_id))
             row = FeatureRow(tokens, prompt_length, length, environment, *read)
             # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
             store.add(FeatureRow(*[x[kept:end] for x in row]))
@@ -125,6 +125,15 @@ def fill_store(
     except Stopped:
         raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there") from None
     return seconds
+
+
+def _read(learner: Learner, params: Params, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (aux, hidden, normaliser) of rows on the host, of each token."""
+    microbatches = learner.microbatches(divisible(rows, 1, learner.packing))
+    parts = [jax.device_get(learner.feature_step(params, part)) for part in microbatches]
+    found = jax.tree.map(lambda *x: np.concatenate(x)[: len(rows.tokens)], *parts)
+    aux = np.zeros((*rows.tokens.shape, 0, found.hidden.shape[-1])) if found.aux is None else found.aux
+    return aux, found.hidden, found.normaliser
 
 
 def _responses(
@@ -229,8 +238,8 @@ def _padded(texts: Sequence[Text], length: int, pad_id: int) -> Texts:
     return tokens, prompt_length, prompt_length + response_length, environment
 
 
-def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tuple[Features, Rows]]:
-    """Return endless batches of `pretrain.batch_size` texts in packed rows on the learner's devices.
+def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[list[tuple[Features, Rows]]]:
+    """Return endless batches of `pretrain.batch_size` texts in packed rows, as microbatches on the learner's devices.
 
     They are the first `pretrain.rollouts` of the store. Texts are shuffled anew every epoch.
     """
@@ -250,4 +259,5 @@ def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tupl
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2 * config.pretrain.batch_size)
     size = config.pretrain.batch_size
     for batch in dataset.to_iter_dataset(options).batch(size, batch_fn=collate):
-        yield jax.device_put(batch, partition.sharding(("batch", "sequence")))
+        microbatches = split(batch, packing.microbatch(batch[1].tokens.shape[1]))
+        yield jax.device_put(microbatches, partition.sharding(("batch", "sequence")))

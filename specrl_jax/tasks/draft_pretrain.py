@@ -112,7 +112,7 @@ def train_draft(
     rollout: Rollout,
     problems: Problems,
     state: RunState,
-    data: Iterator[tuple[Features, Rows]],
+    data: Iterator[list[tuple[Features, Rows]]],
     display: Display,
 ) -> tuple[list[Row], Params, dict[str, float]]:
     """Return (log, the weights with the best acceptance, seconds). `state.draft` is not donated."""
@@ -128,7 +128,8 @@ def train_draft(
     start = time.perf_counter()
     for step in range(1, config.steps + 1):
         display.update_phase(step, config.steps)
-        draft, metrics = learner.draft_step(draft, tables, *next(data))
+        features, rows = zip(*next(data))
+        draft, metrics = learner.draft_step(draft, tables, rows, features)
         measured = step == config.steps or (config.eval.every and step % config.eval.every == 0)
         if step % LOG_EVERY == 0 or measured:
             log.append({"step": step, "draft/loss": float(metrics.loss)})

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from specrl_jax.config import Config
-from specrl_jax.core import Jitted, Mean, Params, masked_mean, open_written
+from specrl_jax.core import Mean, Params, masked_mean, open_written
 from specrl_jax.data.problem import TURN_END, Problem
 from specrl_jax.data.rows import Rows, make_rows, packed_rows
 from specrl_jax.data.sources import ProblemStream
@@ -24,6 +24,7 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir, try_workdir
 from specrl_jax.learner.batch import Packing, pack_alike, power_of_two
+from specrl_jax.learner.microbatches import Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -69,7 +70,7 @@ def pretrain(
             with stopped_as(f"pretraining keeps no checkpoints; step {step} is lost"):
                 display.update_phase(step, config.steps)
             rows = solution_rows(next(stream), rollout.tokenizer, learner.packing)
-            state, loss = step_fn(state, rows)
+            state, loss, _ = step_fn(state, [(part,) for part in learner.microbatches(rows)])
             if step % LOG_EVERY == 0 or step == config.steps:
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
@@ -93,22 +94,30 @@ def write_log(log: Sequence[Mapping[str, float | None]], *folders: str) -> None:
 
 def make_pretrain_step(
     forward: PolicyForward, optimizer: optax.GradientTransformation, partition: Partitioner
-) -> Jitted[[TrainState, Rows], tuple[TrainState, Mean]]:
-    """Return the jitted (state, rows) -> (state, mean cross-entropy in nats); the state is donated."""
+) -> Update[TrainState, None, Mean]:
+    """Return the update by the mean cross-entropy in nats, its metrics; a microbatch is (rows,)."""
 
     def loss(params: Params, rows: Rows) -> tuple[jax.Array, Mean]:
         logprobs = forward.apply(params, rows, partition).logprobs
         assert logprobs is not None  # rows have targets
         mean = masked_mean(-logprobs, rows.mask)
-        return mean.value(), mean
+        return mean.total, mean
 
-    def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
-        gradient, mean = jax.grad(loss, has_aux=True)(state.params, rows)
+    def gradient(state: TrainState, rows: Rows) -> tuple[tuple[Params, Mean], None]:
+        return jax.grad(loss, has_aux=True)(state.params, rows), None
+
+    def apply(state: TrainState, sums: tuple[Params, Mean]) -> tuple[TrainState, Mean]:
+        gradient = jax.tree.map(lambda g: g / jnp.maximum(sums[1].count, 1.0), sums[0])
         healthy = jnp.isfinite(optax.tree.norm(gradient))
         updated, _ = apply_gradient(state, gradient, optimizer, healthy)
-        return dataclasses.replace(updated, step=state.step + 1), mean
+        return dataclasses.replace(updated, step=state.step + 1), sums[1]
 
-    return jax.jit(update, donate_argnums=0)
+    sums = partition.shardings(forward.specs), partition.replicated
+    return Update(
+        gradient=jax.jit(gradient, out_shardings=(sums, None)),
+        add=make_add(sums),
+        apply=jax.jit(apply, donate_argnums=0),
+    )
 
 
 def solution_tokens(solution: str, tokenizer: Tokenizer) -> list[int]:
@@ -120,8 +129,7 @@ def solution_tokens(solution: str, tokenizer: Tokenizer) -> list[int]:
 def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Packing) -> Rows:
     """Return packed rows of prompt and worked solution with end-of-text; the loss is on the solution.
 
-    Rows are as long as the longest solution that there may be, and one of few numbers: each shape compiles the step
-    anew. Raises InputError where a worked solution does not fit.
+    Rows are as long as the longest solution that there may be. Raises InputError where a worked solution does not fit.
     """
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     solutions = [solution_tokens(problem.solution, tokenizer) for problem in problems]

@@ -34,6 +34,7 @@ from specrl_jax.learner.draft_step import (
     make_predict_step,
     make_read_tables,
 )
+from specrl_jax.learner.microbatches import split
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import (
     FeatureStep,
@@ -109,9 +110,11 @@ class Learner:
         """Return the parameters that the policy's forward runs on, adapters merged in."""
         return self.forward.merge(policy.params, policy.frozen)
 
-    def place(self, rows: Tree) -> Tree:
-        """Put host arrays [B, T] where the learner's steps expect them."""
-        return global_arrays(rows, self.plan.learner_partition.sharding(("batch", "sequence")))
+    def microbatches(self, rows: Tree) -> list[Tree]:
+        """Split host arrays [B, T] into microbatches, each where the learner's steps expect it."""
+        size = self.packing.microbatch(jax.tree.leaves(rows)[0].shape[1])
+        by_row = self.plan.learner_partition.sharding(("batch", "sequence"))
+        return [global_arrays(part, by_row) for part in split(rows, size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +171,9 @@ def make_learner(plan: Plan) -> Learner:
     one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
     draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
     predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
-    announced = (programs := Programs()).announced
+    policy_step = make_policy_step(forward, objective, optimizer, partition)
+    programs = Programs(packing := make_packing(plan))
+    announced, update = programs.announced, programs.announced_update
     return Learner(
         plan=plan,
         forward=forward,
@@ -176,14 +181,15 @@ def make_learner(plan: Plan) -> Learner:
         objective=objective,
         optimizer=optimizer,
         draft_optimizer=draft_optimizer,
-        packing=make_packing(plan),
+        packing=packing,
         programs=programs,
         logprob_step=announced("logprob", "logprob", make_logprob_step(forward, partition)),
-        policy_step=announced("policy update", "train", make_policy_step(forward, objective, optimizer, partition)),
+        policy_step=update("policy", policy_step),
         unreplayed_step=announced("comparison of experts", "logprob", make_unreplayed_step(forward, partition)),
         feature_step=announced("features", "features", make_feature_step(forward, partition)),
         read_tables=make_read_tables(plan.model, partition, replays=plan.limits.most_kept > 0),
-        draft_step=draft_step and announced("draft update", "train", draft_step),
+        draft_step=draft_step
+        and DraftStep(announced("draft pairs", "train", draft_step.count), update("draft", draft_step.update)),
         predict_step=predict_step and announced("draft prediction", "train", predict_step),
     )
 
@@ -301,14 +307,13 @@ def _code_options(reward: RewardConfig) -> CodeOptions:
 
 
 def _policy_forward(plan: Plan) -> PolicyForward:
-    policy, grpo, draft = plan.config.policy, plan.config.grpo, plan.draft
+    policy, draft = plan.config.policy, plan.draft
     dtype = jnp.dtype(policy.compute_dtype)
     return PolicyForward(
         model=plan.model,
         dtype=dtype,
         remat=policy.remat,
         vocab_tile=policy.vocab_tile,
-        microbatch_tokens=grpo.microbatch_tokens,
         temperature=plan.config.rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
@@ -329,7 +334,6 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         positions=plan.config.draft.positions,
         anchor_stride=plan.config.draft.anchor_stride,
         vocab_tile=forward.vocab_tile,
-        microbatch_tokens=forward.microbatch_tokens,
         temperature=forward.temperature,
     )
 
@@ -348,10 +352,15 @@ def _draft_optimizer(draft: DraftConfig) -> OptimizerConfig:
 
 def make_packing(plan: Plan) -> Packing:
     """Return how the rollouts of a step are packed into rows."""
-    grpo, learner = plan.config.grpo, plan.learner_partition
+    config, learner = plan.config, plan.learner_partition
+    grpo = config.grpo
+    parts = grpo.minibatches * (config.draft.minibatches if plan.draft else 1)
+    of_texts = config.task in ("pretrain", "draft_pretrain")
     return Packing(
         limit=plan.sequence_tokens,
-        parts=grpo.minibatches * (plan.config.draft.minibatches if plan.draft else 1),
+        rollouts=config.pretrain.batch_size if of_texts else grpo.prompts_per_step * grpo.group_size // parts,
+        most_kept=plan.limits.most_kept,
+        parts=parts,
         num_shards=learner.num_shards("batch"),
         sequence_shards=learner.num_shards("sequence"),
         microbatch_tokens=grpo.microbatch_tokens,

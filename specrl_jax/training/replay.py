@@ -18,6 +18,7 @@ import numpy as np
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
+from specrl_jax.learner.batch import Packing
 from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.serialize import Packed, unpack
@@ -33,8 +34,7 @@ class Replay:
         """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
         # A run may go on with more devices than packed the rows.
-        count, tokens = self._shares * learner.packing.num_shards, learner.packing.sequence_shards
-        texts = [divisible(rows, count, tokens) for rows in texts_of(saved)]
+        texts = [divisible(rows, self._shares, learner.packing) for rows in texts_of(saved)]
         self._texts = deque(texts, maxlen=self._draft.replay_steps)
 
     @property
@@ -70,8 +70,9 @@ class Replay:
             if copies is None:
                 copies = learner.merged(policy), learner.read_tables(policy.base, state.vocab_map)
                 draft = draft if goes_on is None else jax.tree.map(jnp.copy, draft)
-            (merged, tables), rows = copies, learner.place(part)
-            draft, metrics = learner.draft_step(draft, tables, learner.feature_step(merged, rows), rows)
+            (merged, tables), rows = copies, learner.microbatches(part)
+            features = (learner.feature_step(merged, microbatch) for microbatch in rows)
+            draft, metrics = learner.draft_step(draft, tables, rows, features)
             found.append(jax.block_until_ready(metrics))
         return dataclasses.replace(state, draft=draft), found
 
@@ -89,11 +90,13 @@ def make_replay(learner: Learner, saved: HostState | None = None) -> Replay | No
     return Replay(learner, saved) if learner.plan.config.draft.replay_updates else None
 
 
-def divisible(rows: Rows, count: int, tokens: int) -> Rows:
-    """Return rows [B, T] with empty ones and with padding behind, to multiples of `count` and `tokens`."""
+def divisible(rows: Rows, shares: int, packing: Packing) -> Rows:
+    """Return rows [B, T] with empty ones and with padding behind: full microbatches of each of `shares`."""
+    tokens = packing.divisible(rows.tokens.shape[1])
+    count = shares * packing.microbatch(tokens)
 
     def padded(x: jax.Array, empty: int = 0) -> jax.Array:
-        behind = (0, -x.shape[0] % count), (0, -x.shape[1] % tokens)
+        behind = (0, -x.shape[0] % count), (0, -x.shape[1] % packing.sequence_shards)
         return stand_in(np.pad(x, behind, constant_values=empty)) if any(more for _, more in behind) else x
 
     kept = rows.kept and KeptTokens(padded(rows.kept.ids, -1), padded(rows.kept.count))

@@ -10,8 +10,8 @@ from specrl_jax.learner.batch import LearnerBatch
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Learner
 
-# Of so many rows one is compared: an estimate for an eighth of a forward pass.
-ROWS_PER_COMPARED = 8
+# Of so many microbatches one is compared: an estimate for an eighth of a forward pass.
+MICROBATCHES_PER_COMPARED = 8
 
 
 class Compared(NamedTuple):
@@ -24,20 +24,16 @@ class Compared(NamedTuple):
 
 
 def compare_experts(learner: Learner, state: RunState, batch: LearnerBatch) -> Compared | None:
-    """Score one row in ROWS_PER_COMPARED with the policy's own experts; None where none are replayed.
+    """Score one microbatch in MICROBATCHES_PER_COMPARED, of rows that lie apart, with the policy's own experts.
 
-    More rows where the devices of `batch` could not share them evenly.
+    None where none are replayed.
     """
-    B, num_shards = len(batch.rows.tokens), learner.packing.num_shards
     if batch.rows.experts is None:
         return None
-    every = compared_every(B, num_shards)
-    rows, behaviour = jax.tree.map(lambda x: x[::every], (batch.rows, batch.behaviour))
-    found = learner.unreplayed_step(learner.merged(state.policy), learner.place(rows))
-    logprobs, differing = (distributed.to_host(x) for x in found)
+    (B, T), params = batch.rows.tokens.shape, learner.merged(state.policy)
+    size = learner.packing.microbatch(T)
+    compared = -(-B // size // MICROBATCHES_PER_COMPARED) * size
+    rows, behaviour = jax.tree.map(lambda x: x[:: B // compared][:compared], (batch.rows, batch.behaviour))
+    found = [learner.unreplayed_step(params, part) for part in learner.microbatches(rows)]
+    logprobs, differing = (np.concatenate([distributed.to_host(x) for x in parts]) for parts in zip(*found))
     return Compared(behaviour, logprobs, differing, rows.mask)
-
-
-def compared_every(rows: int, num_shards: int) -> int:
-    """Return n, of which one row each is compared: ROWS_PER_COMPARED, or less where `num_shards` could not share."""
-    return next(n for n in range(ROWS_PER_COMPARED, 0, -1) if rows % (n * num_shards) == 0)

@@ -1,7 +1,11 @@
-"""The updates of one step: loss inputs, policy updates by minibatch, draft updates from the features of each."""
+"""The updates of one step: loss inputs, policy updates by minibatch, draft updates from the features of each.
+
+The draft's pass over a microbatch follows the policy's, so that the features of one microbatch exist at a time.
+"""
 
 import dataclasses
 import time
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import jax
@@ -13,7 +17,8 @@ from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import TargetTables
 from specrl_jax.learner.batch import LearnerBatch
-from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
+from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics, predicted
+from specrl_jax.learner.microbatches import Passes
 from specrl_jax.learner.policy_step import Features, UpdateMetrics
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
@@ -32,10 +37,10 @@ class Updates(NamedTuple):
 
 def compute_loss_inputs(learner: Learner, state: RunState, batch: LearnerBatch) -> LossInputs:
     """Compute what the objective needs of the policy before the first update, and wait for it."""
-    o, rows = learner.objective, learner.place(batch.rows)
+    o, rows = learner.objective, batch.rows
     old_logprobs = ref_logprobs = None
     if o.old_logprobs == "learner":
-        old_logprobs = distributed.to_host(learner.logprob_step(learner.merged(state.policy), rows)[0])
+        old_logprobs = score(learner, learner.merged(state.policy), rows)
     elif o.old_logprobs == "rollout":
         old_logprobs = batch.behaviour
     if o.kl_coef:
@@ -43,68 +48,120 @@ def compute_loss_inputs(learner: Learner, state: RunState, batch: LearnerBatch) 
         reference = learner.forward.merge(state.reference, state.policy.frozen)
         # Another policy than that of the rollouts, which chooses its own experts.
         own = dataclasses.replace(rows, experts=None)
-        ref_logprobs = distributed.to_host(learner.logprob_step(reference, own)[0])
+        ref_logprobs = score(learner, reference, own)
     behaviour = batch.behaviour if o.correction != "none" else None
     loss_mask = batch.loss_mask if learner.plan.config.grpo.leaves_out else None
     found = old_logprobs, ref_logprobs, batch.advantages, behaviour, loss_mask
     return LossInputs(*[cast(jax.Array, x) for x in found])
 
 
+def score(learner: Learner, params: Params, rows: Rows) -> np.ndarray:
+    """Return the log-probs [B, T] of the rows' targets, float32, on the host."""
+    parts = learner.microbatches(rows)
+    return np.concatenate([distributed.to_host(learner.logprob_step(params, part)[0]) for part in parts])
+
+
 def update(
     learner: Learner, state: RunState, rows: Rows, inputs: LossInputs, train_draft: bool
 ) -> tuple[RunState, Updates]:
-    """Update the policy once per epoch and minibatch, and in the first epoch the draft after each of those updates,
-    from the features of that update's forward.
+    """Update the policy once per epoch and minibatch, and in the first epoch the draft beside each of those updates,
+    from the features of its forward, microbatch by microbatch.
 
-    Minibatch i takes rows i, i + n, ...: some of every group. A draft that is not trained is only evaluated.
+    Minibatch i takes rows i, i + n, ...: some of every group. Of these the draft's update j takes rows j, j + m, ...,
+    in microbatches that are the policy's too. A draft that is not trained is only evaluated.
     """
-    grpo = learner.plan.config.grpo
-    policy, draft = state.policy, state.draft
+    grpo, policy, draft = learner.plan.config.grpo, state.policy, state.draft
+    n, m = grpo.minibatches, learner.plan.config.draft.minibatches if draft else 1
     updates = Updates([], [], None, 0.0, np.zeros(rows.tokens.shape, np.float32))
-    for i in range(grpo.epochs * grpo.minibatches):
-        share = slice(i % grpo.minibatches, None, grpo.minibatches)
-        part, part_inputs = learner.place(jax.tree.map(lambda x, share=share: x[share], (rows, inputs)))
-        first_epoch = i < grpo.minibatches
-        uses_draft = first_epoch and (train_draft or i == 0)
-        # Copied before the update, which donates the tables and changes them.
-        tables = learner.read_tables(policy.base, state.vocab_map) if draft and uses_draft else None
-        policy, metrics, outputs = learner.policy_step(policy, part, part_inputs)
+    for i in range(grpo.epochs * n):
+        passes, beside = _PolicyPasses(learner, policy), None
+        if draft and i < n and (train_draft or i == 0):
+            # The tables are copied before the update, which donates and changes them.
+            tables = learner.read_tables(policy.base, state.vocab_map)
+            beside = _DraftBeside(learner, draft, tables, train_draft)
+        for j in range(m):
+            share = slice(i % n + j * n, None, m * n)
+            part = learner.microbatches(jax.tree.map(lambda x, share=share: x[share], (rows, inputs)))
+            features, start = passes.features(part), len(passes.logprobs)
+            if beside:
+                beside.take([rows for rows, _ in part], features)
+            for _ in features:  # those that no draft has asked for
+                pass
+            if i < n:
+                updates.logprobs[share] = np.concatenate(passes.logprobs[start:])
+        if beside:
+            draft, found, diagnostics = beside.finish()
+            updates.draft.extend(found)
+            seconds = updates.draft_seconds + beside.seconds - passes.seconds
+            updates = updates._replace(draft_seconds=seconds)
+            updates = updates._replace(diagnostics=jax.device_get(diagnostics)) if i == 0 else updates
+        policy, metrics = passes.apply()
         updates.policy.append(metrics)
-        if first_epoch:
-            updates.logprobs[share] = distributed.to_host(outputs.logprobs)
-        features = outputs.features
-        if draft is None or tables is None or features is None:
-            continue
-        jax.block_until_ready(outputs)
-        start = time.perf_counter()
-        if train_draft:
-            draft, draft_updates = _update_draft(learner, draft, tables, features, part)
-            updates.draft.extend(draft_updates)
-            diagnostics = draft_updates[0].diagnostics
-        else:
-            assert learner.predict_step is not None
-            diagnostics = learner.predict_step(draft.params, tables, features, part)
-        if i == 0:
-            updates = updates._replace(diagnostics=jax.device_get(diagnostics))
-        updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
     policy = dataclasses.replace(policy, step=policy.step + 1)
     return dataclasses.replace(state, policy=policy, draft=draft), updates
 
 
-def _update_draft(
-    learner: Learner, draft: TrainState, tables: TargetTables, features: Features, rows: Rows
-) -> tuple[TrainState, list[DraftMetrics]]:
-    """Update the draft `draft.minibatches` times in each of `draft.epochs` passes over the rows."""
-    d, step = learner.plan.config.draft, learner.draft_step
-    assert step is not None
-    found = []
-    for i in range(d.epochs * d.minibatches):
-        part = features, rows
-        if d.minibatches > 1:
-            part = jax.tree.map(lambda x, i=i: x[i % d.minibatches :: d.minibatches], part)
-        draft, metrics = step(draft, tables, part[0], part[1])
-        found.append(metrics)
-    return jax.block_until_ready(draft), found
+class _PolicyPasses:
+    """The forward and backward passes of one update of the policy."""
+
+    def __init__(self, learner: Learner, policy: TrainState) -> None:
+        self._passes = Passes(learner.policy_step, policy)
+        self.logprobs = list[np.ndarray]()  # [rows, T] of each microbatch so far
+        self.seconds = 0.0
+        self.apply = self._passes.apply
+
+    def features(self, microbatches: list[tuple[Rows, LossInputs]]) -> Iterator[Features | None]:
+        """Yield the features of each microbatch, whose pass is made when they are asked for."""
+        for microbatch in microbatches:
+            start = time.perf_counter()
+            outputs = jax.block_until_ready(self._passes.add(*microbatch))
+            self.logprobs.append(distributed.to_host(outputs.logprobs))
+            self.seconds += time.perf_counter() - start
+            yield outputs.features
+
+
+class _DraftBeside:
+    """The draft beside one update of the policy: it learns from that update's forward, or is evaluated.
+
+    Attributes:
+      seconds: the policy's passes included.
+    """
+
+    def __init__(self, learner: Learner, draft: TrainState, tables: TargetTables, learns: bool) -> None:
+        self._learner, self._draft, self._tables, self._learns = learner, draft, tables, learns
+        self._updates, self._predicted = list[DraftMetrics](), list[DraftDiagnostics]()
+        self._again = list[tuple[list[Rows], list[Features]]]()  # minibatches of further epochs
+        self.seconds = 0.0
+
+    def take(self, rows: list[Rows], features: Iterator[Features | None]) -> None:
+        """Take the microbatches of one update of the draft."""
+        start, given = time.perf_counter(), cast(Iterator[Features], features)
+        if not self._learns:
+            ask, params = self._learner.predict_step, self._draft.params
+            assert ask is not None
+            self._predicted += [ask(params, self._tables, found, part) for found, part in zip(given, rows)]
+        elif self._learner.plan.config.draft.epochs > 1:
+            self._again.append((rows, list(given)))
+            self._update(*self._again[-1])
+        else:
+            self._update(rows, given)
+        self.seconds += time.perf_counter() - start
+
+    def finish(self) -> tuple[TrainState, list[DraftMetrics], DraftDiagnostics]:
+        """Return (the draft after its updates, their metrics, diagnostics before them)."""
+        start = time.perf_counter()
+        for _ in range(self._learner.plan.config.draft.epochs - 1):
+            for rows, features in self._again:
+                self._update(rows, features)
+        found = self._updates[0].diagnostics if self._learns else predicted(self._predicted)
+        draft = jax.block_until_ready(self._draft)
+        self.seconds += time.perf_counter() - start
+        return draft, self._updates, found
+
+    def _update(self, rows: list[Rows], features: Iterable[Features]) -> None:
+        assert self._learner.draft_step is not None
+        self._draft, metrics = self._learner.draft_step(self._draft, self._tables, rows, features)
+        self._updates.append(metrics)
 
 
 def copy_params(policy: TrainState) -> Params:

@@ -531,7 +531,7 @@ def test_the_checksum_of_the_engines_weights_tells_every_part_apart():
 
 @functools.cache
 def logprob_step(kind, temperature):
-    return make_logprob_step(PolicyForward(MODELS[kind], jnp.dtype("float32"), False, 0, 0, temperature), LEARNS)
+    return make_logprob_step(PolicyForward(MODELS[kind], jnp.dtype("float32"), False, 0, temperature), LEARNS)
 
 
 def mismatch(kind, sampling, out):

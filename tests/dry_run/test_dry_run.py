@@ -40,7 +40,9 @@ PHASES = [
     "logprob",
     "tables for the draft",
     "train policy",
+    "update policy",
     "train draft",
+    "update draft",
     "predict acceptance",
 ]
 WITHOUT_DRAFT = [name for name in PHASES if not re.search("draft|predict|speculative", name)]
@@ -81,9 +83,9 @@ def split_bytes(specs, ways, itemsize):
 
 
 def by_hand(plan):
-    """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, loss inputs)."""
+    """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, microbatch of rows, loss inputs)."""
     params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
-    # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold them, every shard has one.
+    # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold one, every shard has one.
     T = 128
     return params, T * (4 + 4 + 4 + 1 + 4), 4 * T + 4 * T + T  # old log-probs, advantages, loss mask
 
@@ -144,7 +146,7 @@ def test_earlier_tokens_are_verified_with_16_logits_a_row():
 
 @pytest.mark.slow
 def test_features_of_further_updates_by_hand(plan):
-    """One device: of a minibatch of the draft, a row of 128 tokens; all that learns stays beside it."""
+    """One device: of a microbatch, a row of 128 tokens; all that learns stays beside it."""
     _, found = phases_with({"draft.replay_updates": 2})
     memory = measure(found[AGAIN], exact=False).memory
     params, rows, _ = by_hand(plan)
@@ -156,32 +158,35 @@ def test_features_of_further_updates_by_hand(plan):
 
 @pytest.mark.slow
 def test_experts_are_compared_in_the_rows_that_a_run_takes():
-    """A step has 8 rows of 128 tokens, 2 for each of 4 shards: of fewer than every second some shards had none."""
+    """A microbatch has a row of 128 tokens for each of 4 shards."""
     _, found = phases_with({"policy.preset": "nano_moe_deep", "policy.router_replay": True})
     shapes = [found[name].lower().args_info[0][1].tokens.shape for name in ("logprob", "comparison of experts")]
-    assert shapes == [(8, 128), (4, 128)]
+    assert shapes == [(4, 128), (4, 128)]
 
 
 @pytest.mark.slow
 def test_the_policys_update_by_hand(plan, phases):
     memory = measure(phases["train policy"], exact=False).memory
     params, rows, inputs = by_hand(plan)
-    # Two moments; adamw's count, the schedule's count and the step are int32.
-    assert memory.arguments == {
-        "parameters": params,
-        "optimizer": 2 * params + 3 * 4,
-        "cache": 0,
-        "batch": rows + inputs,
-    }
+    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": rows + inputs}
     assert memory.padding == 0 and memory.temporaries is None
-    # The state is donated. New are the features of a row of 128 tokens: three aux layers and the hidden state in
-    # bfloat16, and the normaliser; and its log-probs.
-    D, tokens = plan.model.embed, 128
-    features = tokens * ((3 + 1) * D * 2 + 4 + 4)
-    # Sums and counts of five terms, the norms of gradient and weights, whether it was skipped; a pointer for each of 13
-    # weights with two moments, three counters, thirteen metrics, three features and the log-probs.
-    assert memory.results == features + 12 * 4 + 1 + 8 * (3 * 13 + 3 + 13 + 4)
-    assert memory.resident == resident_by_hand(plan)
+    # Sums of the gradient, and sums and counts of five terms. The features of a row of 128 tokens: three aux layers and
+    # the hidden state in bfloat16, and the normaliser; and its log-probs. A pointer for the sum of each of 13 weights,
+    # ten numbers, three features and the log-probs.
+    sums, D, tokens = params + 10 * 4, plan.model.embed, 128
+    assert memory.results == sums + tokens * ((3 + 1) * D * 2 + 4 + 4) + 8 * (13 + 10 + 4)
+    # Two moments; adamw's count, the schedule's count and the step are int32. The sums over earlier microbatches.
+    moments, beside = 2 * params + 3 * 4, resident_by_hand(plan)
+    assert memory.resident == beside | {
+        "optimizer": beside["optimizer"] + moments,
+        "parameters": beside["parameters"] + sums,
+    }
+    memory = measure(phases["update policy"], exact=False).memory
+    assert memory.arguments == {"parameters": params, "optimizer": moments + sums, "cache": 0, "batch": 0}
+    # The state is donated. New are sums and counts, the norms of gradient and weights, whether it was skipped; a
+    # pointer for each of 13 weights with two moments, three counters and thirteen metrics.
+    assert memory.padding == 0 and memory.results == 12 * 4 + 1 + 8 * (3 * 13 + 3 + 13)
+    assert memory.resident == beside
 
 
 @pytest.mark.slow
@@ -192,10 +197,10 @@ def test_the_logprobs_by_hand(plan, phases):
         "parameters": params,
         "optimizer": 0,
         "cache": 0,
-        "batch": 2 * 128 * (4 + 4 + 4 + 4),
+        "batch": 128 * (4 + 4 + 4 + 4),
     }
-    # A dense policy does not read the mask. Log-probs and entropies of 2 rows, and the tuple's two pointers.
-    assert memory.results == 2 * 2 * 128 * 4 + 2 * 8
+    # A dense policy does not read the mask. Log-probs and entropies of a row, and the tuple's two pointers.
+    assert memory.results == 2 * 128 * 4 + 2 * 8
     assert memory.padding == 0
 
 

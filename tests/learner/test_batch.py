@@ -1,6 +1,5 @@
 """Rollouts packed into rows: nothing is lost, and a step learns the same from them."""
 
-import dataclasses
 import functools
 import types
 
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
 from specrl_jax.decoding.rollouts import NO_EXPERTS
-from specrl_jax.learner.batch import SIZES, Packing, TrainingBatch, few_sizes, ids_per_row, learner_batch, pack_parts
-from specrl_jax.learner.microbatches import microbatch_rows
+from specrl_jax.learner.batch import MICROBATCHES, Packing, TrainingBatch, ids_per_row, learner_batch, pack_parts
 from specrl_jax.rl.objectives import LossInputs, Objective
 from tests.helpers.long import long_but
+from tests.helpers.updates import update_policy
 from tests.learner.test_policy_step import PLAIN, assert_trees_close, recording_state, step_functions
 
 T = 16
@@ -44,49 +43,54 @@ def test_parts_keep_their_rollouts_and_their_number_of_rows(parts, shards, micro
     rng = np.random.default_rng(seed)
     length = np.full(20 * parts, T) if seed % 5 == 0 else rng.integers(1, T + 1, 20 * parts)
     length[0] *= 1 + 99 * (seed % 2)
-    packing = Packing(4000, parts, shards, microbatch_tokens=microbatch_tokens)
+    packing = Packing(1600 if seed % 3 else T, parts, shards, microbatch_tokens=microbatch_tokens, rollouts=20)
+    length = np.minimum(length, packing.limit)
     places = pack_parts(length, packing)
     # Part i is rows i, i + n, ... and rollouts i, i + n, ...
     assert (places.row % parts == np.arange(len(length)) % parts).all() and (length <= places.tokens).all()
-    assert places.tokens in packing.row_choices(int(length.max())) and places.tokens < packing.limit
-    rows = places.rows // parts
-    assert places.rows % parts == 0 and rows % shards == 0 and places.row.max() < places.rows
+    assert places.tokens in packing.lengths
+    # Full microbatches, of a size that the config says, and no microbatch that no part needs.
+    size, rows = packing.microbatch(places.tokens), places.rows // parts
+    assert places.rows % parts == 0 and rows % size == 0 and size % shards == 0 and places.row.max() < places.rows
     needed = max(len(set(places.row[i::parts])) for i in range(parts))
-    assert needed <= rows <= shards * (needed / shards + 1) * (1 + 1 / SIZES) ** 2
-    # The rows of a part and of all parts go in equal microbatches.
-    for count in (rows, places.rows):
-        size = microbatch_rows((count, places.tokens), microbatch_tokens, shards)
-        assert count % size == 0 and size % shards == 0
-        assert size * places.tokens <= microbatch_tokens or size == shards or not microbatch_tokens
-        assert size >= shards * (microbatch_tokens // places.tokens // shards) / 2 or size == count
+    assert needed <= rows < needed + size
+    if microbatch_tokens:
+        assert size * places.tokens <= microbatch_tokens or size == shards
+    else:
+        assert rows == size, "one microbatch has room for all"
 
 
-def test_rows_are_as_long_as_the_longest_rollout_needs():
-    """A limit of 4,000 tokens costs nothing where no rollout is long; long rows have room for one rollout of the
-    longest, shorter ones for two. Rows split along their tokens divide.
+def test_rows_of_a_run_have_two_lengths_that_its_config_says():
+    """Long rows have room for one rollout of the limit, shorter ones for two; where no rollout has half of it, rows are
+    half as long. Rows split along their tokens divide.
     """
     packing = Packing(4608)
-    assert [packing.row_tokens(n) for n in (1, 41, 64, 65, 300, 512)] == [128, 128, 128, 256, 1024, 1024]
-    assert [packing.row_tokens(n) for n in (513, 1024, 1025, 3000, 4097, 4608)] == [1024, 1024, 2048, 4096, 4608, 4608]
-    assert Packing(70).row_tokens(70) == 256 and Packing(600).row_tokens(600) == 1024
-    assert {packing._replace(sequence_shards=3).row_tokens(n) % 3 for n in range(1, 4609, 100)} == {0}
-    assert len({packing.row_tokens(n) for n in range(1, 4609)}) == 7
+    assert packing.lengths == (2304, 4608)
+    assert [packing.row_tokens(n) for n in (1, 128, 2304, 2305, 4608)] == [2304, 2304, 2304, 4608, 4608]
+    # Of short ones there is one length: attention over fewer tokens saves little.
+    assert [Packing(n).lengths for n in (20, 64, 65, 108, 128)] == [(128,), (128,), (256,), (256,), (256,)]
+    assert [Packing(n).lengths for n in (129, 512, 600, 1024, 1025)] == [(256, 512), *[(512, 1024)] * 3, (513, 1025)]
+    for limit in range(1, 5000, 77):
+        for found in (Packing(limit), Packing(limit, sequence_shards=3)):
+            assert all(n % found.sequence_shards == 0 for n in found.lengths) and len(found.lengths) <= 2
+            assert all(found.row_tokens(n) >= n for n in (1, limit // 2, limit // 2 + 1, limit))
     # One rollout a row, as where a draft is trained on stored features.
-    assert [packing.lone_row_tokens(n) for n in (1, 128, 129, 2048, 2049, 4608)] == [128, 128, 256, 2048, 4096, 4608]
+    assert [packing.lone_row_tokens(n) for n in (1, 2304, 2305, 4608)] == [2304, 2304, 4608, 4608]
     assert Packing(70, sequence_shards=4).lone_row_tokens(41) == 72
 
 
-def test_rows_are_longer_where_rollouts_of_one_length_would_leave_much_of_them_empty():
-    packing = Packing(4608)
-    assert packing.row_choices(96) == [256, 384, 512]
-    places = pack_parts(np.full(32, 96), packing)
-    assert (places.rows, places.tokens) == (8, 384)  # nothing is empty; of 16 rows of 256 a quarter would be
-    # Nothing to gain: rows stay short.
-    assert pack_parts(np.full(32, 128), packing).tokens == 256
-    assert pack_parts(np.full(32, 60), packing).tokens == 128
-    # As long as a row may be, and tokens that divide.
-    assert packing.row_choices(400) == [1024] and packing.row_choices(2000) == [2048]
-    assert packing._replace(sequence_shards=8).row_choices(96) == [256, 384, 512]
+@given(st.integers(1, 300), st.integers(1, 64), st.sampled_from([1, 3]), st.integers(0, 2**16))
+def test_a_microbatch_is_a_part_of_the_most_rows_that_rollouts_can_need(limit, rollouts, shards, seed):
+    length = np.random.default_rng(seed).integers(1, limit + 1, rollouts)
+    whole = Packing(limit, num_shards=shards, rollouts=rollouts)
+    parts = whole._replace(microbatch_tokens=2**20)
+    for packing in (whole, parts):
+        places = pack_parts(length, packing)
+        most = 1 if packing is whole else MICROBATCHES
+        assert places.rows <= most * packing.microbatch(places.tokens)
+    # One microbatch of all is no larger than they can need.
+    worst = pack_parts(np.full(rollouts, limit), whole)
+    assert len(set(worst.row)) > worst.rows - shards
 
 
 def test_of_long_tailed_rollouts_few_tokens_are_padding():
@@ -95,12 +99,8 @@ def test_of_long_tailed_rollouts_few_tokens_are_padding():
         rng = np.random.default_rng(seed)
         prompt = np.repeat(rng.integers(64, 513, 16), 8)
         length = prompt + np.minimum(np.exp(rng.normal(np.log(256), 1, 128)), 4096).astype(int)
-        places = pack_parts(length, Packing(4608, microbatch_tokens=32_768))
+        places = pack_parts(length, Packing(4608, microbatch_tokens=32_768, rollouts=128))
         assert places.rows * places.tokens <= 1.2 * length.sum()
-
-
-def test_few_numbers_of_rows():
-    assert [few_sizes(n) for n in (1, 8, 15, 16, 17, 31, 33)] == [1, 8, 15, 16, 18, 32, 36]
 
 
 def training_batch(seed=0, rollouts=8, masks=False):
@@ -204,6 +204,15 @@ def test_room_for_ids_has_few_sizes(most, room):
     assert ids_per_row(8, most) == room
 
 
+def test_room_for_all_ids_of_a_small_top_k():
+    """Of top-p alone, which may keep hundreds, for some; the first row that has more takes twice as much."""
+    assert [Packing(T, most_kept=n).ids for n in (0, 1, 20, 32, 33, 512)] == [1, 1, 20, 32, 8, 8]
+    drawn = training_batch(masks=True)
+    for most_kept, room in ((20, 20), (512, 8)):
+        rows = learner_batch(drawn, 0, PACKING._replace(most_kept=most_kept)).rows
+        assert rows.kept.ids.shape == (len(rows.tokens), room * rows.tokens.shape[1])
+
+
 OBJECTIVES = {
     "token": Objective(0.2, 0.28, 0.1),
     "sequence": Objective(0.2, 0.28, 0.1, loss="gspo", aggregation="sequence", correction="sequence_truncate"),
@@ -212,15 +221,14 @@ OBJECTIVES = {
 
 
 @functools.cache
-def gradient_of(name, packing=None, microbatch_tokens=0):
+def gradient_of(name, packing=None, size=None):
     batch = learner_batch(training_batch(), 0, packing)
     rng = np.random.default_rng(7)
     # By token, so that both layouts have the same: a function of the target.
     ref = (-4.85 + rng.normal(0, 0.3, 128)).astype(np.float32)[batch.rows.targets]
     inputs = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.loss_mask)
-    learner = dataclasses.replace(PLAIN, microbatch_tokens=microbatch_tokens)
-    _, step = step_functions("one", learner, OBJECTIVES[name])
-    state, metrics, learnt = step(recording_state("one"), batch.rows, inputs)
+    _, step = step_functions("one", PLAIN, OBJECTIVES[name])
+    state, metrics, learnt = update_policy(step, recording_state("one"), batch.rows, inputs, size)
     return jax.device_get((state.opt_state, metrics.terms)), np.sort(np.asarray(learnt.logprobs)[batch.rows.mask])
 
 
@@ -235,5 +243,5 @@ def test_packed_rows_give_the_gradient_of_padded_ones(name):
 
 @pytest.mark.slow
 def test_microbatches_of_packed_rows_give_it_too():
-    packed = gradient_of("sequence", PACKING, 2 * T)[0]
+    packed = gradient_of("sequence", PACKING, 2)[0]
     assert_trees_close(packed, gradient_of("sequence")[0], rtol=1e-5)

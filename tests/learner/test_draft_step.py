@@ -13,6 +13,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import OptimizerConfig
+from specrl_jax.core import Mean
 from specrl_jax.data.rows import make_rows, pack, packed, packed_rows
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -23,11 +24,14 @@ from specrl_jax.drafts.peagle import network as peagle
 from specrl_jax.drafts.peagle.draft import PEagleDraft
 from specrl_jax.drafts.small_model.draft import SmallModelDraft
 from specrl_jax.learner.draft_step import (
+    DraftDiagnostics,
     DraftForward,
     make_draft_step,
     make_predict_step,
     make_read_tables,
+    predicted,
 )
+from specrl_jax.learner.microbatches import Update
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, StepOutputs, make_feature_step, make_policy_step
 from specrl_jax.learner.state import RunState, TrainState, init_state
@@ -40,6 +44,7 @@ from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rol
 from specrl_jax.training.update import update
 from tests.helpers.long import long_but
 from tests.helpers.training import make_run
+from tests.helpers.updates import in_parts, update_draft, update_policy
 from tests.learner.test_policy_step import assert_trees_close, recorder
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
@@ -48,12 +53,8 @@ HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
 IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
 F32 = jnp.dtype("float32")
 B, T = 8, 14
-LEARN = PolicyForward(
-    POLICY, F32, False, 0, microbatch_tokens=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers
-)
-DRAFT_LEARN = DraftForward(
-    HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch_tokens=0, temperature=0.8
-)
+LEARN = PolicyForward(POLICY, F32, False, 0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
+DRAFT_LEARN = DraftForward(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, temperature=0.8)
 OBJECTIVE = Objective(0.2, 0.28, 0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
@@ -171,9 +172,10 @@ def runs(kind):
 def draft_alone(setup, state, rows, inputs, count):
     """DraftMetrics of so many updates of the draft from one minibatch."""
     tables = setup.learner.read_tables(state.policy.params, state.vocab_map)
-    features, draft, metrics = setup.learner.policy_step(state.policy, rows, inputs)[2].features, state.draft, []
+    parts, draft, metrics = setup.learner.microbatches((rows, inputs)), state.draft, []
+    features = [outputs.features for outputs in setup.learner.policy_step(state.policy, parts)[2]]
     for _ in range(count):
-        draft, found = setup.learner.draft_step(draft, tables, features, rows)
+        draft, found = setup.learner.draft_step(draft, tables, [rows for rows, _ in parts], features)
         metrics.append(jax.device_get(found))
     return metrics
 
@@ -254,15 +256,17 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
     setup = setup_of("mtp", online, sizes=sizes)
     state = host_made_state(setup)
     rows, inputs = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length)
-    rows, inputs = setup.learner.place((rows, inputs))
     tables = setup.learner.read_tables(state.policy.params, state.vocab_map)
-    draft, features = state.draft.params, setup.learner.policy_step(state.policy, rows, inputs)[2].features
+    draft, features = (
+        state.draft.params,
+        update_policy(setup.learner.policy_step, state.policy, rows, inputs)[2].features,
+    )
     of_all_given = make_predict_step(setup.learner.draft_forward, setup.learner.plan.learner_partition)
     watched = jax.tree.map(lambda x: np.asarray(x)[::one_in], (features, rows))
-    expected, found = of_all_given(draft, tables, *watched), setup.learner.predict_step(draft, tables, features, rows)
-    assert_trees_close(found, expected, 1e-5)
+    found = predicted([setup.learner.predict_step(draft, tables, features, rows)])
+    assert_trees_close(found, predicted([of_all_given(draft, tables, *watched)]), 1e-5)
     if one_in > 1:
-        assert differ(found, of_all_given(draft, tables, features, rows))
+        assert differ(found, predicted([of_all_given(draft, tables, features, rows)]))
 
 
 @pytest.mark.slow
@@ -305,17 +309,18 @@ def two_minibatches(train_draft):
     """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
-    def policy_step(policy, rows, inputs):
+    def gradient(policy, rows, inputs):
         outputs = StepOutputs(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
-        return policy.replace(params=policy.params + 1), "policy", outputs
+        return "sums", outputs
 
-    def draft_step(draft, tables, features, rows):
+    def draft_step(draft, tables, rows, features):
+        ((rows, features),) = zip(rows, features, strict=True)
         seen.append((tables, features, rows.tokens.tolist()))
         return draft.replace(step=draft.step + 1), types.SimpleNamespace(diagnostics=np.array([len(seen)]))
 
     def predict_step(params, tables, features, rows):
         seen.append((params, tables, features, rows.tokens.tolist()))
-        return np.array([0.25])
+        return DraftDiagnostics(*[Mean(np.array([1.0]), np.array([4.0]))] * 3)
 
     config = types.SimpleNamespace(
         grpo=types.SimpleNamespace(minibatches=2, epochs=1), draft=types.SimpleNamespace(epochs=1, minibatches=1)
@@ -323,10 +328,14 @@ def two_minibatches(train_draft):
     learner = types.SimpleNamespace(
         plan=types.SimpleNamespace(config=config),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
-        policy_step=policy_step,
+        policy_step=Update(
+            gradient=gradient,
+            add=None,
+            apply=lambda policy, sums: (policy.replace(params=policy.params + 1), "policy"),
+        ),
         draft_step=draft_step,
         predict_step=predict_step,
-        place=lambda rows: rows,
+        microbatches=lambda rows: [rows],
     )
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
     inputs = LossInputs(np.zeros((4, 2)), None, np.zeros((4, 1)))
@@ -354,7 +363,7 @@ def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
     first = [[1, 5], [3, 5]]
     assert seen == [(None, ("tables", 0, "map"), ("features", 0, first), first)]
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 14)
-    assert (updates.policy, updates.draft, updates.diagnostics.tolist()) == (["policy"] * 2, [], [0.25])
+    assert (updates.policy, updates.draft, updates.diagnostics.acceptance.tolist()) == (["policy"] * 2, [], [0.25])
 
 
 # ---- the features that pass between them
@@ -370,7 +379,7 @@ MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1.0, 0.0, 0.999, 0))
 
 @functools.cache
 def policy_step(partition):
-    return make_policy_step(dataclasses.replace(LEARN, microbatch_tokens=2 * T), OBJECTIVE, MOVES, partition)
+    return make_policy_step(LEARN, OBJECTIVE, MOVES, partition)
 
 
 def policy_state(params, partition):
@@ -383,9 +392,9 @@ def policy_state(params, partition):
 def test_features_come_in_the_order_of_the_rows(policy_params, partition):
     """Of an update in microbatches, of the pass without one, and of each row by itself."""
     rows, inputs = make_batch(POLICY.vocab, B, T)
-    _, _, learnt = policy_step(partition)(policy_state(policy_params, partition), rows, inputs)
+    _, _, learnt = update_policy(policy_step(partition), policy_state(policy_params, partition), rows, inputs, size=2)
     updated = learnt.features
-    passed = make_feature_step(dataclasses.replace(LEARN, microbatch_tokens=2 * T), partition)(policy_params, rows)
+    passed = in_parts(make_feature_step(LEARN, partition), policy_params, rows, size=2)
     assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
     score = jax.jit(lambda params, row: LEARN.apply(params, row, partition))
     for b in range(B):
@@ -414,7 +423,8 @@ def test_features_carry_no_gradient(policy_params, partition):
 def test_without_a_head_there_are_no_features(policy_params, partition):
     rows, inputs = make_batch(POLICY.vocab, 2, T)
     step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
-    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, inputs)[2].features is None
+    state = policy_state(policy_params, partition)
+    assert jax.eval_shape(step.gradient, state, rows, inputs)[1].features is None
 
 
 @pytest.mark.slow
@@ -424,7 +434,7 @@ def test_tables_are_those_before_the_update(policy_params, partition):
     tables = make_read_tables(POLICY, partition)(state.params, IDS)
     rows, inputs = make_batch(POLICY.vocab, B, T)
     donated = state.params["embed"]
-    state, _, _ = policy_step(partition)(state, rows, inputs)
+    state, _, _ = update_policy(policy_step(partition), state, rows, inputs, size=2)
     assert donated.is_deleted()
     np.testing.assert_array_equal(tables.embed, policy_params["embed"])
     np.testing.assert_array_equal(tables.lm_head, policy_params["unembed"][IDS])
@@ -458,15 +468,16 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
         jax.device_put(policy, partition.shardings(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
     )
     state = init_state(jax.device_put(draw(specs, 4), partition.shardings(specs)), specs, recorder(), partition)
-    learner = dataclasses.replace(DRAFT_LEARN, microbatch_tokens=microbatch * T, loss=loss, vocab_tile=vocab_tile)
-    state, metrics = make_draft_step(learner, recorder(), partition)(state, tables, features, rows)
+    learner = dataclasses.replace(DRAFT_LEARN, loss=loss, vocab_tile=vocab_tile)
+    step = make_draft_step(learner, recorder(), partition)
+    state, metrics = update_draft(step, state, tables, features, rows, microbatch)
     assert int(state.step) == 1
     for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.shardings(specs)), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     return jax.device_get((state.opt_state, metrics))
 
 
-WHOLE = (tuple(ONE.items()), 0)
+WHOLE = (tuple(ONE.items()), B)
 
 
 @pytest.mark.slow
@@ -512,7 +523,8 @@ def test_updates_with_some_anchors_take_turns_over_all_tokens(partition):
 
     def total(forward, turn):
         at = dataclasses.replace(jax.tree.map(jnp.copy, state), step=jnp.int32(turn))
-        found, metrics = make_draft_step(forward, recorder(), partition)(at, tables, features, rows)
+        step = make_draft_step(forward, recorder(), partition)
+        found, metrics = update_draft(step, at, tables, features, rows)
         counted = draft_loss_mask(rows.mask, 1)[:, :, turn :: forward.anchor_stride].sum()
         return jax.tree.map(lambda x: np.asarray(x) * float(counted), (found.opt_state, metrics.loss))
 
@@ -552,9 +564,8 @@ def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     (gradient, metrics), (gradient_apart, metrics_apart) = (
         jax.device_get((state.opt_state, found))
         for text, given in ((together, jax.tree.map(moved, features)), (rows, features))
-        for state, found in [
-            step(init_state(jax.tree.map(jnp.asarray, params), draft.specs, recorder(), partition), tables, given, text)
-        ]
+        for fresh in [init_state(jax.tree.map(jnp.asarray, params), draft.specs, recorder(), partition)]
+        for state, found in [update_draft(step, fresh, tables, given, text)]
     )
     # Float32 through a layer a step over other shapes.
     assert_trees_close(gradient, gradient_apart, rtol=2e-5)
@@ -611,5 +622,5 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     learner = dataclasses.replace(DRAFT_LEARN, temperature=0.0)
     step = make_draft_step(learner, optimizer, partition)
     for _ in range(100):
-        state, _ = step(state, tables, features, rows)
+        state, _ = update_draft(step, state, tables, features, rows)
     assert drafted(state.params) == K + 1

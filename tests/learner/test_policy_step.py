@@ -18,11 +18,12 @@ from specrl_jax.models import qwen3
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.long import long_but
+from tests.helpers.updates import in_parts, update_policy
 
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
 B, T = 8, 16
-PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat="none", vocab_tile=0, microbatch_tokens=0, temperature=1.0)
+PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat="none", vocab_tile=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)
 WITHOUT_KL = Objective(0.2, 0.28, 0.0)
 SPLIT = "data 2, tensor 2, fsdp 2"
@@ -86,13 +87,13 @@ def recording_state(mesh):
 
 
 @functools.cache
-def results(mesh, learner):
+def results(mesh, learner, microbatch=None):
     """(log-probs, entropy), recorded gradient, metrics: all on the host."""
     rows, inputs = batch()
     logprob_step, policy_step = step_functions(mesh, learner, WITH_KL)
     state = recording_state(mesh)
-    scored = logprob_step(state.params, rows)
-    state, metrics, _ = policy_step(state, rows, inputs)
+    scored = in_parts(logprob_step, state.params, rows, microbatch)
+    state, metrics, _ = update_policy(policy_step, state, rows, inputs, microbatch)
     return jax.device_get((scored, state.opt_state, metrics))
 
 
@@ -117,7 +118,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat="full"), WITHOUT_KL)
     state = recording_state("one")
     old, _ = jax.device_get(logprob_step(state.params, rows))
-    state, metrics, _ = policy_step(state, rows, LossInputs(old, None, inputs.advantages))
+    state, metrics, _ = update_policy(policy_step, state, rows, LossInputs(old, None, inputs.advantages))
 
     def reinforce(params):
         logprobs = PLAIN.apply(params, rows, partition_of("one")).logprobs
@@ -130,10 +131,11 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "microbatch"), long_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", 0), (SPLIT, 4), ("sequence 4, fsdp 2", 0)])
+    ("mesh", "microbatch"),
+    long_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", B), (SPLIT, 4), ("sequence 4, fsdp 2", B)]),
 )
 def test_microbatches_and_devices_change_rounding_only(mesh, microbatch):
-    one, sharded = results("one", PLAIN), results(mesh, dataclasses.replace(PLAIN, microbatch_tokens=microbatch * T))
+    one, sharded = results("one", PLAIN), results(mesh, PLAIN, microbatch)
     # Rows come back in their order: neighbours differ by nats. Float32 sums over 128 positions, and over the heads and
     # mlp columns of tensor shards, in another order.
     np.testing.assert_allclose(sharded[0][0], one[0][0], atol=1e-5)
@@ -149,7 +151,8 @@ def test_a_row_is_split_along_its_tokens():
     learner = dataclasses.replace(PLAIN, features=True, remat="full")
     partition = partition_of("sequence 4, fsdp 2")
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
-    _, _, learnt = step(recording_state("sequence 4, fsdp 2"), rows, inputs.replace(advantages=np.ones((B, T), "f4")))
+    state, inputs = recording_state("sequence 4, fsdp 2"), inputs.replace(advantages=np.ones((B, T), "f4"))
+    _, _, learnt = update_policy(step, state, rows, inputs)
     D = PLAIN.model.embed
     assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
 
@@ -196,7 +199,7 @@ def test_padding_and_prompt_positions_carry_no_gradient():
         ref_logprobs=np.where(rows.mask, inputs.ref_logprobs, -np.inf).astype(np.float32),
     )
     _, policy_step = step_functions("one", PLAIN, WITH_KL)
-    state, metrics, _ = policy_step(recording_state("one"), junk_rows, junk_signal)
+    state, metrics, _ = update_policy(policy_step, recording_state("one"), junk_rows, junk_signal)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.opt_state, metrics)), results("one", PLAIN)[1:])
 
 
@@ -207,7 +210,8 @@ def test_zero_advantages_give_exactly_no_gradient():
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat="full"), WITHOUT_KL)
     state = recording_state("one")
     before = jax.device_get(state.params)
-    state, metrics, _ = policy_step(state, rows, LossInputs(inputs.old_logprobs, None, np.zeros((B, 1), np.float32)))
+    inputs = LossInputs(inputs.old_logprobs, None, np.zeros((B, 1), np.float32))
+    state, metrics, _ = update_policy(policy_step, state, rows, inputs)
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), jax.device_get(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
     assert float(metrics.grad_norm) == 0.0
@@ -221,7 +225,8 @@ def test_kl_is_zero_at_the_reference():
     state = recording_state("one")
     ref, _ = jax.device_get(logprob_step(state.params, rows))
     nothing = np.zeros((B, 1), np.float32)
-    state, metrics, _ = policy_step(state, rows, inputs.replace(ref_logprobs=ref, advantages=nothing))
+    inputs = inputs.replace(ref_logprobs=ref, advantages=nothing)
+    state, metrics, _ = update_policy(policy_step, state, rows, inputs)
     # Two programs differ by about 1e-6 nats; k3 is half its square, its slope that difference.
     assert 0 <= float(metrics.terms.kl.value()) < 1e-10
     assert float(metrics.grad_norm) < 1e-5

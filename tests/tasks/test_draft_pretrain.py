@@ -25,6 +25,7 @@ from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_draft_params, initial_params, initial_state, initial_vocab_map
 from tests.helpers.policies import random_params
 from tests.helpers.training import NEVER, make_run, with_config
+from tests.helpers.updates import in_parts
 
 
 def smoke_config(output):
@@ -284,7 +285,9 @@ def test_the_features_are_those_of_the_policys_own_pass(made):
     store, _ = stored(setup, workdir / "features", start)
     found = [store[i] for i in range(20, 36)]
     rows = rows_of(*(np.stack([getattr(row, x) for row in found]) for x in ("tokens", "prompt_length", "length")), 0)
-    features = setup.learner.feature_step(start.policy.params, rows)
+    features = in_parts(
+        setup.learner.feature_step, start.policy.params, rows, setup.learner.packing.microbatch(rows.tokens.shape[1])
+    )
     for i, row in enumerate(found):
         n = row.length
         for name in ("aux", "hidden", "normaliser"):
@@ -297,7 +300,7 @@ def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
     setup, workdir, _, _, start = made
     store, _ = stored(setup, workdir / "features", start)
     data = batches(setup.learner, 0, store)
-    epochs = [[text for _ in range(6) for text in unpacked(*next(data))] for _ in range(2)]
+    epochs = [[text for _ in range(6) for part in next(data) for text in unpacked(*part)] for _ in range(2)]
     found = [store[i] for i in range(48)]
     kept = [(row.tokens[: row.length], row.aux[: row.length], row.hidden[: row.length]) for row in found]
     texts = sorted((tokens.tolist(), aux.tolist(), hidden.tolist()) for tokens, aux, hidden in kept)

@@ -45,18 +45,21 @@ def mesh():
 def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy
-    learner = PolicyForward(
-        MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, grpo.microbatch_tokens, 1.0
-    )
+    learner = PolicyForward(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition)
-    B = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
+    B = grpo.microbatch_tokens // 10_240
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
-    compiled = step.lower(state, *minibatch(B, T)).compile()
-    # Parameters and two float32 moments, an eighth of each on every device (norm scales are split by fsdp alone).
-    expected = 3 * 4 * 8_190_735_360 / 8
-    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
+    sums = step.gradient.eval_shape(state, *minibatch(B, T))[0]
+    # Parameters; then sums and two float32 moments beside them. An eighth of each on every device (norm
+    # scales are split by fsdp alone).
+    for lowered, copies in (
+        (step.gradient.lower(state, *minibatch(B, T)), 1),
+        (step.apply.lower(state, sums), 4),
+    ):
+        expected = copies * 4 * 8_190_735_360 / 8
+        assert lowered.compile().memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.slow
@@ -89,10 +92,8 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
 @pytest.mark.slow
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
-    dtype, grpo = jnp.dtype(CONFIG.policy.compute_dtype), CONFIG.grpo
-    learner = DraftForward(
-        DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, grpo.microbatch_tokens, 1.0
-    )
+    dtype = jnp.dtype(CONFIG.policy.compute_dtype)
+    learner = DraftForward(DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
     state = abstract_state(DRAFT.specs, optimizer, partition)
@@ -107,8 +108,10 @@ def test_draft_step_compiles_sharded(mesh):
     tables = TargetTables(
         *(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB))
     )
-    compiled = step.lower(state, tables, features, Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))).compile()
-    # Float32 with two moments; `fc` is split by fsdp alone.
-    learnt = 3 * 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
+    counts = jax.ShapeDtypeStruct((3,), jnp.float32)
+    rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
+    compiled = step.update.gradient.lower(state, tables, counts, features, rows).compile()
+    # Float32; `fc` is split by fsdp alone.
+    learnt = 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
     given = 4 * (MODEL.vocab + DRAFT_VOCAB) * D / 8 + B * T * (2 * 4 * D + 4) / 2
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(learnt + given, rel=0.02)

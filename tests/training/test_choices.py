@@ -228,7 +228,13 @@ def test_a_dry_run_chooses_as_the_run_would(open_mine):
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [(10, "a pass takes one row, 128 to 1024 tokens"), (200, "200 to 1024 tokens"), (1024, ""), (0, ""), (5000, "")],
+    [
+        (10, "a pass takes one row, 1024 tokens, or 512 in a step of short rollouts"),
+        (600, "a pass takes one row, 1024 tokens"),
+        (1024, ""),
+        (0, ""),
+        (5000, ""),
+    ],
 )
 def test_a_pass_that_takes_more_tokens_than_asked_is_said(asked, said):
     line = least_pass(Packing(600, microbatch_tokens=asked))

@@ -18,7 +18,8 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
 from tests.helpers.long import long_but
-from tests.learner.test_batch import OBJECTIVES, PACKING, T, training_batch
+from tests.helpers.updates import update_policy
+from tests.learner.test_batch import OBJECTIVES, PACKING, training_batch
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
 WIDE = dataclasses.replace(PLAIN, dtype=jnp.dtype("float64"))
@@ -53,13 +54,14 @@ def batch_of(packing=None):
     return batch.rows, inputs
 
 
-def gradient(name, learner, batch, trained=None, frozen=None):
+def gradient(name, learner, batch, trained=None, frozen=None, size=None):
     """(gradient of the mean loss, what it is a mean over)."""
     step = make_policy_step(learner, OBJECTIVES[name], recorder(), partition_of("one"))
     # Copied, since the step donates it.
     trained = jax.tree.map(jnp.array, wide(initial_params()) if trained is None else trained)
     nothing = jax.tree.map(jnp.zeros_like, trained)
-    state, metrics, _ = step(TrainState(jnp.zeros((), jnp.int32), trained, nothing, frozen), *batch)
+    state = TrainState(jnp.zeros((), jnp.int32), trained, nothing, frozen)
+    state, metrics, _ = update_policy(step, state, *batch, size)
     return jax.device_get((state.opt_state, metrics.terms.loss.count))
 
 
@@ -80,8 +82,8 @@ def test_packed_rows(name):
 @pytest.mark.parametrize("packing", [None, PACKING])
 def test_microbatches_with_recomputed_layers(packing):
     batch = batch_of(packing)
-    parts = dataclasses.replace(WIDE, microbatch_tokens=2 * T, remat="full", vocab_tile=48)
-    assert_same(gradient("token", parts, batch)[0], gradient("token", WIDE, batch)[0])
+    parts = dataclasses.replace(WIDE, remat="full", vocab_tile=48)
+    assert_same(gradient("token", parts, batch, size=2)[0], gradient("token", WIDE, batch)[0])
 
 
 @pytest.mark.slow
@@ -99,13 +101,13 @@ def test_minibatches():
 @pytest.mark.slow
 def test_adapters():
     """dA = scale dW B^T and dB = scale A^T dW, with dW the gradient of weights that are the sum."""
-    learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch_tokens=2 * T, remat="full")
+    learner = dataclasses.replace(WIDE, lora=ADAPTERS, remat="full")
     frozen, rng = wide(initial_params()), np.random.default_rng(3)
     adapters = jax.tree.map(
         lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape)), init_adapters(jax.random.key(0), learner.trained_specs)
     )
     plain, _ = gradient("token", WIDE, batch_of(), trained=merged(attach(frozen, adapters, ADAPTERS)))
-    got, _ = gradient("token", learner, batch_of(), adapters, frozen)
+    got, _ = gradient("token", learner, batch_of(), adapters, frozen, size=2)
     assert set(got) == set(adapters) <= set(qwen3.param_specs(PLAIN.model)["layers"])
     for name, parts in got.items():
         inputs, out = EQUATIONS[name].split("->")

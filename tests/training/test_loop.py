@@ -26,6 +26,7 @@ from specrl_jax.training import loop, update
 from specrl_jax.training import step as training_step
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params, initial_state
+from specrl_jax.training.update import score
 from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
@@ -250,7 +251,7 @@ def test_behaviour_logprobs_are_the_learners(whole, toy):
     found = samples(workdir, 1)
     prompts = [toy.rollout.tokenizer.encode(sample["prompt"]) for sample in found]
     batch = make_rows(prompts, [sample["tokens"] for sample in found], toy.rollout.config.limits.cache_length, 0)
-    learner = np.asarray(toy.learner.logprob_step(initial_params(toy.learner), batch)[0])[batch.mask]
+    learner = score(toy.learner, initial_params(toy.learner), batch)[batch.mask]
     behaviour = np.concatenate([sample["logprobs"] for sample in found])
     # Float32 sums in another order, over 64 and 128 terms in two layers.
     np.testing.assert_allclose(behaviour, learner, atol=1e-4)
@@ -454,14 +455,15 @@ def test_a_policy_that_is_not_finite_is_not_saved(toy, whole, tmp_path):
     """One NaN in a weight at step 4: the run ends, and the same command goes on from step 2, as it said."""
     count, real = itertools.count(1), toy.learner.policy_step
 
-    def poisoned(policy, rows, inputs):
-        policy, *rest = real(policy, rows, inputs)
+    def poisoned(policy, sums):
+        policy, metrics = real.apply(policy, sums)
         if next(count) == 4:
             embed = policy.params["embed"].at[0, 0].set(np.nan)
             policy = dataclasses.replace(policy, params={**policy.params, "embed": embed})
-        return policy, *rest
+        return policy, metrics
 
-    broken = toy._replace(learner=dataclasses.replace(toy.learner, policy_step=poisoned))
+    step = dataclasses.replace(real, apply=poisoned)
+    broken = toy._replace(learner=dataclasses.replace(toy.learner, policy_step=step))
     says = (
         "step 4: policy/params/embed has a value that is not finite; .* is step 2; the same command goes on from there"
     )

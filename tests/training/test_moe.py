@@ -13,6 +13,7 @@ from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import lower_case, make_run, train
+from tests.helpers.updates import update_policy
 from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
 
 pytestmark = pytest.mark.slow
@@ -23,10 +24,10 @@ NANO = qwen3.preset("nano_moe")
 def recorded_gradient(partition):
     """Of one policy step, and its metrics."""
     params = jax.device_put(random_params(NANO), partition.shardings(qwen3.param_specs(NANO)))
-    learner = PolicyForward(NANO, jnp.dtype("float32"), True, 0, 0, 1.0)
+    learner = PolicyForward(NANO, jnp.dtype("float32"), True, 0, 1.0)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     state = TrainState(jnp.zeros((), jnp.int32), params, jax.tree.map(jnp.zeros_like, params))
-    state, metrics, _ = step(state, *batch())
+    state, metrics, _ = update_policy(step, state, *batch())
     return jax.device_get((state.opt_state, metrics))
 
 

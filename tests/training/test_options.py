@@ -120,13 +120,16 @@ class Poisoned:
     """A policy step whose advantages are not numbers in some updates, counted from 1."""
 
     def __init__(self, step, updates):
-        self.step, self.updates, self.count = step, updates, 0
+        self.step, self.updates, self.count, self.add = step, updates, 1, step.add
 
-    def __call__(self, policy, rows, inputs):
-        self.count += 1
+    def gradient(self, policy, rows, inputs):
         if self.count in self.updates:
             inputs = inputs.replace(advantages=np.full_like(inputs.advantages, np.nan))
-        return self.step(policy, rows, inputs)
+        return self.step.gradient(policy, rows, inputs)
+
+    def apply(self, policy, sums):
+        self.count += 1
+        return self.step.apply(policy, sums)
 
 
 def poisoned(everything, updates, **changes):

@@ -28,14 +28,14 @@ class Recorder:
     def __init__(self, **changes):
         config = changed(rlzero_tiny.get_config("smoke"), **changes)
         self.plan = types.SimpleNamespace(config=from_config_dict(config))
-        self.packing = Packing(6)
+        self.packing = Packing(6, shortest=6)
         self.learned = []
 
     def merged(self, policy):
         return policy
 
-    def place(self, rows):
-        return rows
+    def microbatches(self, rows):
+        return [rows]
 
     def read_tables(self, policy, vocab_map):
         return "tables", policy
@@ -43,7 +43,8 @@ class Recorder:
     def feature_step(self, policy, rows):
         return "features", policy, int(rows.tokens[0, 0])
 
-    def draft_step(self, draft, tables, features, rows):
+    def draft_step(self, draft, tables, rows, features):
+        ((rows, features),) = zip(rows, features, strict=True)
         self.learned.append((tables, features, rows.tokens[:, 0].tolist()))
         return draft + 1, np.float32(draft)
 
@@ -108,7 +109,7 @@ def test_a_state_is_whole_while_its_draft_learns_in_a_wait():
     """Whoever waits may be stopped, and save what it had; the learner donates the draft."""
 
     class Donates(Recorder):
-        def draft_step(self, draft, tables, features, rows):
+        def draft_step(self, draft, tables, rows, features):
             return jax.jit(lambda x: x + 1, donate_argnums=0)(draft), np.float32(0)
 
     recorder = Donates(draft__replay_updates=5, draft__replay_steps=STEPS, draft__minibatches=SHARES)

@@ -37,6 +37,7 @@ from tests.helpers.policies import compiled, row_positions
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.toys import watched
 from tests.helpers.training import lower_case, make_run, saved, train, untimed
+from tests.helpers.updates import update_policy
 from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
 
 NANO = qwen3.preset("nano_moe")
@@ -261,7 +262,7 @@ def gradient_of(experts, partition, forward=None):
         trained = jax.tree.map(lambda x: x + 0.1, trained)
     state = TrainState(jnp.zeros((), jnp.int32), trained, jax.tree.map(jnp.zeros_like, trained), frozen)
     rows, inputs = batch()
-    state, metrics, outputs = step(state, dataclasses.replace(rows, experts=experts), inputs)
+    state, metrics, outputs = update_policy(step, state, dataclasses.replace(rows, experts=experts), inputs)
     return jax.device_get((state.opt_state, metrics, outputs.logprobs))
 
 

@@ -12,6 +12,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.learner.batch import Packing, TrainingBatch, learner_batch
 from specrl_jax.learner.draft_step import make_predict_step, make_read_tables
+from specrl_jax.learner.draft_step import predicted as of_microbatches
 from specrl_jax.learner.policy_step import PolicyForward, make_feature_step, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -22,7 +23,7 @@ from tests.learner.test_draft_step import DRAFT_LEARN, HEAD, IDS, LEARN, ONE, PO
 
 CUTS = {"top_k": (5, 1.0), "top_p": (0, 0.6), "both": (20, 0.8)}
 RULES = ("rejection", "block", "coupled")
-FORWARD = PolicyForward(real.MODEL, jnp.dtype("float32"), False, vocab_tile=40, microbatch_tokens=0, temperature=0.7)
+FORWARD = PolicyForward(real.MODEL, jnp.dtype("float32"), False, vocab_tile=40, temperature=0.7)
 
 
 def learner_partition():
@@ -62,7 +63,7 @@ def test_the_predicted_acceptance_is_of_the_tokens_kept():
     def predicted(token):
         kept = None if token is None else KeptTokens(jnp.full((B, T), token), jnp.ones((B, T), jnp.int32))
         kept_rows = dataclasses.replace(rows, kept=kept)
-        return jax.device_get(predict(head, tables, learn(policy, kept_rows), kept_rows))
+        return of_microbatches([predict(head, tables, learn(policy, kept_rows), kept_rows)])
 
     whole, inside, outside = (predicted(token) for token in (None, int(IDS[3]), int(IDS[3]) + 1))
     assert (outside.acceptance == 0).all() and (outside.target_entropy == 0).all() and (outside.kl == 0).all()
