@@ -1,7 +1,8 @@
 """The compiled functions of an engine: which exist, when they are compiled, and how long that took.
 
-A call compiles what its first chunk runs. What it may want later, smaller batches and other draft lengths, compiles
-beside the rollouts; who wants a program sooner waits for it.
+A call compiles what it may want before it begins, so that its seconds are its own. In a training run it compiles what
+its first chunk runs: the rest, smaller batches and other draft lengths, beside the rollouts, and who wants a program
+sooner waits for it.
 
     empty    slots of the largest batch size, every row finished
     refill   prefills each new prompt once and starts rollouts in free slots
@@ -66,6 +67,8 @@ class CompiledFunctions(Generic[Params, Cache]):
     Attributes:
       on_begin: called with the programs that a call waits for, before they are compiled.
       on_program: called with each program that a call of the engine compiled, and its seconds.
+      beside: whether calls begin before all that they may want is compiled.
+      began: set once what a first call waits for is compiled.
     """
 
     def __init__(
@@ -93,9 +96,10 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
         self._compiled: dict[Program, Callable] = {}
         # Programs that `begin_next` has begun, the oldest first. An evaluation may run while another thread generates.
-        self._beside: dict[Program, concurrent.futures.Future[Callable]] = {}
+        self._begun: dict[Program, concurrent.futures.Future[Callable]] = {}
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
+        self.beside, self.began = False, threading.Event()
         self._whole = _whole(shardings)
         self._gather = jax.jit(lambda tree: tree, out_shardings=self._whole)
 
@@ -148,14 +152,15 @@ class CompiledFunctions(Generic[Params, Cache]):
         """
         with self._lock:
             self._compile_all(params, on_program, self.all() if programs is None else programs)
+        self.began.set()
 
     def _compile_all(
         self, params: Params, on_program: Callable[[Program, float], None], programs: Collection[Program]
     ) -> None:
         if missing := [program for program in programs if program not in self._compiled]:
             self.on_begin(missing)
-        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._beside)
-        self._beside.clear()
+        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._begun)
+        self._begun.clear()
 
         def finish_oldest() -> None:
             program = next(iter(running))
@@ -191,23 +196,25 @@ class CompiledFunctions(Generic[Params, Cache]):
         return finish
 
     def begin_next(self, params: Params, programs: Collection[Program]) -> None:
-        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done.
+        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done. Where `beside`.
 
         Called between chunks: it is traced here, since a thread would not see settings that hold in this one only.
         """
+        if not self.beside:
+            return
         with self._lock:
-            for program in [program for program, future in self._beside.items() if future.done()]:
+            for program in [program for program, future in self._begun.items() if future.done()]:
                 self._take(program)
             threads = max(1, int(BESIDE * min(MOST_THREADS, os.cpu_count() or 1)))
-            following = next((p for p in programs if p not in self._compiled and p not in self._beside), None)
-            if following is None or len(self._beside) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            following = next((p for p in programs if p not in self._compiled and p not in self._begun), None)
+            if following is None or len(self._begun) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                 return
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(threads)
-            self._beside[following] = self._pool.submit(self._finisher(following, params))
+            self._begun[following] = self._pool.submit(self._finisher(following, params))
 
     def _take(self, program: Program) -> None:
         """Wait for a program that `begin_next` has begun, and tell of it."""
-        self._compiled[program] = self._beside.pop(program).result()
+        self._compiled[program] = self._begun.pop(program).result()
         self.on_program(program, self.seconds[program])
 
     def begin(self, program: Program, params: Params) -> Callable[[], None]:
@@ -273,7 +280,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             with self._lock:
                 if program not in self._compiled:
                     self.on_begin([program])
-                if program in self._beside:
+                if program in self._begun:
                     self._take(program)
                 elif program not in self._compiled:
                     self.begin(program, params)()

@@ -192,7 +192,9 @@ class Engine(Generic[Params, Cache]):
     ) -> list[Program]:
         """Compile side by side what a call of so many rollouts begins with; return all that it may want."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
-        needed = self.compiled.first(rollouts, lengths.first(self.compiled.sizes[0]))
+        wanted = self.compiled.needed(rollouts, drafted)
+        begins = self.compiled.first(rollouts, lengths.first(self.compiled.sizes[0]))
+        needed = begins if self.compiled.beside else wanted
         # All processes of this engine look as often whether to stop, whatever each has compiled already.
         looks = len(needed) if self.agree(self.compiled.lacks(needed))[0] else 0
 
@@ -206,7 +208,7 @@ class Engine(Generic[Params, Cache]):
         self.compiled.compile_all(params, tell, needed)
         for _ in range(looks):
             after_program()
-        return self.compiled.needed(rollouts, drafted)
+        return wanted
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""

@@ -8,21 +8,21 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from specrl_jax.core import Jitted, Params, stand_in
-from specrl_jax.data.rows import KeptTokens, Rows
+from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.models.qwen3.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan
+from specrl_jax.training.shapes import abstract_microbatch, abstract_rows
 
 # Kinds of memory.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -217,42 +217,6 @@ def _features(learner: Learner, rows: Rows, reference: tuple[object, ...]) -> Ph
     moments = dataclasses.replace(state.policy, params={}, frozen=None)
     lower = functools.partial(learner.feature_step.lower, learner.merged(state.policy), texts)
     return Phase("features for the draft", lower, (PARAMETERS, BATCH), (*reference, moments, state.draft, tables))
-
-
-def abstract_microbatch(learner: Learner) -> tuple[Rows, LossInputs]:
-    """Return the shapes of a microbatch of a policy update, of the longest rows."""
-    o, rows = learner.objective, abstract_rows(learner)
-    floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows_sharding(learner)))
-    inputs = LossInputs(
-        old_logprobs=None if o.old_logprobs == "current" else floats,
-        ref_logprobs=floats if o.kl_coef else None,
-        advantages=floats,
-        behaviour=floats if o.correction != "none" else None,
-        loss_mask=rows.mask if learner.plan.config.grpo.leaves_out else None,
-    )
-    return rows, inputs
-
-
-def rows_sharding(learner: Learner) -> NamedSharding:
-    return learner.plan.learner_partition.sharding(("batch", "sequence"))
-
-
-def abstract_rows(learner: Learner) -> Rows:
-    """Return the shapes of a microbatch of the longest rows."""
-    limits, packing = learner.plan.limits, learner.packing
-    T = packing.lengths[-1]
-    shape, sharding = (packing.microbatch(T), T), rows_sharding(learner)
-    ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
-    ids = stand_in(jax.ShapeDtypeStruct((shape[0], T * packing.ids), jnp.int32, sharding=sharding))
-    mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
-    kept = KeptTokens(ids, ints) if limits.most_kept else None
-    rows = Rows(ints, ints, ints, mask, ints, kept, mask if learner.tells_drawn else None)
-    if not limits.records:
-        return rows
-    model = learner.plan.model
-    each = (*shape, model.layers * model.experts_per_token)
-    experts = jax.ShapeDtypeStruct(each, record_dtype(model), sharding=sharding)
-    return dataclasses.replace(rows, experts=stand_in(experts))
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

@@ -3,6 +3,7 @@
 Then for all shapes of rows that the run has, so that nothing compiles in a later step.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -53,6 +54,9 @@ class AnnouncedStep(Generic[P, R]):
 
     Args:
       then: called with the result of a call that compiled.
+
+    Attributes:
+      result: of the first program, as shapes with shardings, once it is compiled.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class AnnouncedStep(Generic[P, R]):
     ) -> None:
         self._programs, self._name, self._phase, self._step, self._then = programs, name, phase, step, then
         self._known: set[tuple[tuple[int, ...], ...]] = set()
+        self._lock = threading.Lock()  # another thread may compile beside the first rollouts
+        self.result: Any = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         compiled = self.prepare(*args)
@@ -78,12 +84,13 @@ class AnnouncedStep(Generic[P, R]):
         leaves = jax.tree.leaves(args)
         shapes = tuple(np.shape(x) for x in leaves)
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-        if shapes in self._known or traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return False
-        for alike in [args, *self._other_lengths(args)]:
-            self._compile(alike)
-            self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
-        return True
+        with self._lock:
+            if shapes in self._known or traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+                return False
+            for alike in [args, *self._other_lengths(args)]:
+                self._compile(alike)
+                self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
+            return True
 
     def _other_lengths(self, args: tuple[object, ...]) -> list[tuple[object, ...]]:
         """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""
@@ -96,7 +103,10 @@ class AnnouncedStep(Generic[P, R]):
     def _compile(self, args: tuple[object, ...]) -> None:
         """Compile for these arguments; a call with such finds the program in jax's cache."""
         start = time.perf_counter()
-        compiled = self._step.lower(*args).compile()
+        lowered = self._step.lower(*args)
+        compiled = lowered.compile()
+        if self.result is None:
+            self.result = _placed(lowered.out_info, compiled.output_shardings)
         shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]
         self._programs.on_program(self._name + "".join(shapes), time.perf_counter() - start)
         check_fits(self._phase, compiled)
@@ -106,6 +116,11 @@ class AnnouncedStep(Generic[P, R]):
 
     def eval_shape(self, *args: object) -> R:
         return self._step.eval_shape(*args)
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    """Return shapes with shardings, two trees alike."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings)
 
 
 def _resized(x: Any, rows: tuple[int, int], other: tuple[int, int]) -> Any:

@@ -19,6 +19,7 @@ from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.training.beside import Beside
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.evaluate import evaluation_metrics
@@ -64,6 +65,8 @@ def training_steps(
         try:
             with distributed.leave_with_others():
                 run.wait_for_workers()
+                if run.step < run.config.steps and jax.process_count() == 1:
+                    ending.callback(run.compile_beside().close)
                 if run.unfinished:
                     row = run.finish_row(run.unfinished, {})
                     run.show_step(row)
@@ -122,6 +125,7 @@ class _Run:
         trackers.say = self.display.say
         self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
+        rollout.engine.compiled.beside = True
         rollout.announce(self.display.say_engine_program, self.display.say_begun)
         self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
         self.remarks = ""  # on `step`, for its line
@@ -131,6 +135,13 @@ class _Run:
     def compares(self) -> bool:
         """Whether the run ends with a comparison with plain decoding."""
         return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
+
+    def compile_beside(self) -> Beside:
+        """Begin to compile the learner's programs."""
+        began = self.rollout.engine.compiled.began
+        if self.config.pipeline.workers:
+            began.set()
+        return Beside(self.learner, self.state, began)
 
     def wait_for_workers(self) -> None:
         """Wait until a worker has compiled its programs; an engine of this process compiles what its calls run."""
@@ -231,6 +242,7 @@ class _Run:
     def _compare(self) -> dict[str, float]:
         """Return the metrics of the closing comparison with plain decoding."""
         self.display.start_phase("speedup")
+        self.rollout.engine.compiled.beside = False
         weights, _ = prepare(self.learner, self.rollout, self.state)
         problems, lengths = self.problems.evaluation, self.monitor.speculation.lengths
         return speedup_metrics(self.rollout, weights, problems, lengths, self.display.update_phase)

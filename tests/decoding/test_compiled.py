@@ -108,7 +108,7 @@ def test_programs_are_few():
     [(65, {(64, 3), (16, 3), (4, 3)}), (16, {(16, 3), (4, 3)}), (1, {(4, 3)})],
 )
 def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes):
-    """A smaller batch never decodes in the larger ones. What the first chunk runs comes first, the rest beside it."""
+    """A smaller batch never decodes in the larger ones. Nothing is left to compile while the call runs."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
     run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
     told, at_once = [], []
@@ -119,8 +119,20 @@ def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes)
     assert {(program.size, program.k) for program in told if program.kind == "decode"} == decodes
     assert set(run.compiled.seconds) == set(told) == set(run.compiled.needed(rollouts, (3,)))
     assert {chunk.size for chunk in found.chunks} <= {size for size, _ in decodes} and len(at_once) == 1
-    first = set(run.compiled.first(rollouts, 3))
-    assert set(told[: len(first)]) == first and sum(program.kind == "decode" for program in first) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollouts", [65, 16])
+def test_in_a_training_run_a_call_waits_for_what_its_first_chunk_runs(rollouts):
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
+    run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
+    run.compiled.beside, begun, told = True, [], []
+    run.compiled.on_begin = lambda programs: begun.append(list(programs))
+    run.compiled.on_program = lambda program, seconds: told.append(program)
+    found = run.generate(TARGET, PROMPTS[:1], rollouts, seed=3)
+    assert begun[0] == run.compiled.first(rollouts, 3) and told[: len(begun[0])] == begun[0]
+    assert sum(program.kind == "decode" for program in begun[0]) == 1 and run.compiled.began.is_set()
+    assert {chunk.size for chunk in found.chunks} <= {p.size for p in told if p.kind == "decode"}
 
 
 def test_a_call_that_is_stopped_while_it_compiles_leaves_before_the_next_program(monkeypatch):
@@ -234,7 +246,7 @@ def test_what_is_wanted_later_is_compiled_beside_the_rollouts_and_who_wants_it_s
     both, told = threading.Barrier(2), []
     functions = uncompiled(monkeypatch, lambda program, params: Waits(both))
     functions.on_program = lambda program, seconds: told.append(program)
-    wanted = functions.all()[:2]
+    wanted, functions.beside = functions.all()[:2], True
     functions.begin_next(None, wanted)
     functions.begin_next(None, wanted)
     assert told == [] and functions.lacks(wanted)
@@ -251,7 +263,7 @@ def test_what_is_wanted_later_is_compiled_beside_the_rollouts_and_who_wants_it_s
 def test_a_controller_is_not_asked_before_the_programs_that_it_chooses_from_are_there():
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
     run = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 1, 3))
-    controller = run.controller(begins=3)
+    controller, run.compiled.beside = run.controller(begins=3), True
     first = run.generate(TARGET, PROMPTS, 4, seed=3, lengths=controller)
     assert {chunk.k for chunk in first.chunks} == {3} and controller.unmeasured(4) == [0, 1, 3]
     while run.compiled.lacks(run.compiled.all()):
