@@ -196,7 +196,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         return finish
 
     def begin_next(self, params: Params, programs: Collection[Program]) -> None:
-        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done. Where `beside`.
+        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done.
 
         Called between chunks: it is traced here, since a thread would not see settings that hold in this one only.
         """
