@@ -135,8 +135,8 @@ class GRPOConfig:
     minibatches: int = key(1, "optimizer updates per pass", "updates", low=1, high=65_536)
     microbatch_tokens: int = key(
         32_768,
-        "tokens of all devices per forward and backward pass, at least a row on each; 0 = the whole minibatch, -1 = as "
-        "many as the memory holds",
+        "most tokens of all devices per forward and backward pass, at least a row on each; fewer where an update is "
+        "small; 0 = the whole minibatch, padded to the most that it may need, -1 = as many as the memory holds",
         "tokens",
         low=-1,
         high=INT32,

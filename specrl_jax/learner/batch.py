@@ -78,6 +78,11 @@ class Packing(NamedTuple):
             tokens = max(self.limit, ROOM_FOR_TWO)
         return self._with_half(tokens)
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of the microbatches of this run."""
+        return [(self.microbatch(tokens), tokens) for tokens in self.lengths]
+
     def lone_row_tokens(self, longest: int) -> int:
         """Return the tokens of rows of one rollout each: one of two numbers, or one, as above."""
         lengths = self._with_half(min(power_of_two(max(self.limit, self.shortest)), self.limit))

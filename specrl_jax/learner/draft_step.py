@@ -112,12 +112,13 @@ class DraftStep:
     ) -> tuple[TrainState, DraftMetrics]:
         """Return (state after an update from these microbatches, metrics). The state is donated.
 
-        `features` may be made as they are asked for, one microbatch after the other.
+        `features` may be made as they are asked for: those of one microbatch exist at a time.
         """
         counts = sum(jax.device_get([self.count(state, part) for part in rows]))
-        passes = Passes(self.update, state)
-        for found, part in zip(features, rows, strict=True):
-            passes.add(tables, counts, found, part)
+        passes, given = Passes(self.update, state), iter(features)
+        for part in rows:
+            passes.add(tables, counts, next(given), part)
+            passes.wait()
         return passes.apply()
 
 

@@ -50,6 +50,10 @@ class Passes(Generic[State, PerRow, Metrics]):
         self._sums = sums if self._sums is None else self._update.add(self._sums, sums)
         return outputs
 
+    def wait(self) -> None:
+        """Wait until what was added is done, and its inputs may go."""
+        jax.block_until_ready(self._sums)
+
     def apply(self) -> tuple[State, Metrics]:
         """Return (state after the update, metrics). At least one microbatch was added."""
         return self._update.apply(self._state, self._sums)

@@ -5,7 +5,7 @@ Then for all shapes of rows that the run has, so that nothing compiles in a late
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -14,7 +14,6 @@ import numpy as np
 from specrl_jax.core import Jitted
 from specrl_jax.data.rows import Rows
 from specrl_jax.io.memory import check_fits
-from specrl_jax.learner.batch import Packing
 from specrl_jax.learner.microbatches import Metrics, PerRow, State, Update
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.rl.objectives import LossInputs
@@ -27,11 +26,12 @@ class Programs:
     """What is told of each program of a learner.
 
     Attributes:
+      shapes: (rows, tokens) of the microbatches of the run, if it knows them.
       on_program: called with what was compiled and its seconds.
     """
 
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        self.shapes = shapes
         self.on_program: Callable[[str, float], None] = lambda program, seconds: None
 
     def announced(self, name: str, phase: str, step: Jitted[P, R]) -> "AnnouncedStep[P, R]":
@@ -94,11 +94,9 @@ class AnnouncedStep(Generic[P, R]):
 
     def _other_lengths(self, args: tuple[object, ...]) -> list[tuple[object, ...]]:
         """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""
-        packing, rows = self._programs.packing, next((x.tokens.shape for x in args if isinstance(x, Rows)), None)
-        if rows is None or rows not in [(packing.microbatch(n), n) for n in packing.lengths]:
-            return []
-        others = [(packing.microbatch(n), n) for n in packing.lengths if n != rows[1]]
-        return [tuple(_resized(x, rows, other) for x in args) for other in others]
+        shapes, of_args = self._programs.shapes, [x.tokens.shape for x in args if isinstance(x, Rows)]
+        pairs = [(rows, other) for rows in shapes if rows in of_args for other in shapes if other != rows]
+        return [tuple(_resized(x, *pair) for x in args) for pair in pairs]
 
     def _compile(self, args: tuple[object, ...]) -> None:
         """Compile for these arguments; a call with such finds the program in jax's cache."""

@@ -79,6 +79,8 @@ from specrl_jax.training.rollouts import (
 # for an H200, Qwen3-8B, on one of them.
 SECONDS_A_LAYER = {"cpu": 0.4, "gpu": 1.8}
 UNROLLED = ("refill", "decode", "reverify", "extend")
+# Tasks whose learner has batches of texts, whose rows have lengths of their own.
+OF_TEXTS = ("pretrain", "draft_pretrain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +174,8 @@ def make_learner(plan: Plan) -> Learner:
     draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
     predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
     policy_step = make_policy_step(forward, objective, optimizer, partition)
-    programs = Programs(packing := make_packing(plan))
+    packing = make_packing(plan)
+    programs = Programs(() if config.task in OF_TEXTS else packing.shapes)
     announced, update = programs.announced, programs.announced_update
     return Learner(
         plan=plan,
@@ -355,10 +358,11 @@ def make_packing(plan: Plan) -> Packing:
     config, learner = plan.config, plan.learner_partition
     grpo = config.grpo
     parts = grpo.minibatches * (config.draft.minibatches if plan.draft else 1)
-    of_texts = config.task in ("pretrain", "draft_pretrain")
     return Packing(
         limit=plan.sequence_tokens,
-        rollouts=config.pretrain.batch_size if of_texts else grpo.prompts_per_step * grpo.group_size // parts,
+        rollouts=config.pretrain.batch_size
+        if config.task in OF_TEXTS
+        else grpo.prompts_per_step * grpo.group_size // parts,
         most_kept=plan.limits.most_kept,
         parts=parts,
         num_shards=learner.num_shards("batch"),

@@ -113,11 +113,14 @@ class _PolicyPasses:
     def features(self, microbatches: list[tuple[Rows, LossInputs]]) -> Iterator[Features | None]:
         """Yield the features of each microbatch, whose pass is made when they are asked for."""
         for microbatch in microbatches:
-            start = time.perf_counter()
-            outputs = jax.block_until_ready(self._passes.add(*microbatch))
-            self.logprobs.append(distributed.to_host(outputs.logprobs))
-            self.seconds += time.perf_counter() - start
-            yield outputs.features
+            yield self._pass(*microbatch)  # kept by no name here
+
+    def _pass(self, rows: Rows, inputs: LossInputs) -> Features | None:
+        start = time.perf_counter()
+        outputs = jax.block_until_ready(self._passes.add(rows, inputs))
+        self.logprobs.append(distributed.to_host(outputs.logprobs))
+        self.seconds += time.perf_counter() - start
+        return outputs.features
 
 
 class _DraftBeside:
@@ -139,7 +142,8 @@ class _DraftBeside:
         if not self._learns:
             ask, params = self._learner.predict_step, self._draft.params
             assert ask is not None
-            self._predicted += [ask(params, self._tables, found, part) for found, part in zip(given, rows)]
+            for part in rows:
+                self._predicted.append(jax.block_until_ready(ask(params, self._tables, next(given), part)))
         elif self._learner.plan.config.draft.epochs > 1:
             self._again.append((rows, list(given)))
             self._update(*self._again[-1])

@@ -462,6 +462,7 @@ def test_a_policy_that_is_not_finite_is_not_saved(toy, whole, tmp_path):
             policy = dataclasses.replace(policy, params={**policy.params, "embed": embed})
         return policy, metrics
 
+    poisoned.prepare = real.apply.prepare
     step = dataclasses.replace(real, apply=poisoned)
     broken = toy._replace(learner=dataclasses.replace(toy.learner, policy_step=step))
     says = (
