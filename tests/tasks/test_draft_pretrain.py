@@ -310,7 +310,7 @@ def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
     # Of a store that holds more, the first ones.
     data = batches(with_config(setup, pretrain={"rollouts": 16}).learner, 0, store)
     for _ in range(2):
-        first = [text for _ in range(2) for text in unpacked(*next(data))]
+        first = [text for _ in range(2) for part in next(data) for text in unpacked(*part)]
         assert sorted(tokens for tokens, _, _ in first) == sorted(tokens.tolist() for tokens, _, _ in kept[:16])
 
 
