@@ -120,7 +120,15 @@ def report(rows: list[bench.Row]) -> None:
 
 def main() -> None:
     parser = commands.Parser(
-        __doc__, small={"updates": 2, "rollouts": 16, "problems": 4, "seeds": [0], "features": "runs/small/features"}
+        __doc__,
+        small={
+            "updates": 2,
+            "rollouts": 16,
+            "problems": 4,
+            "seeds": [0],
+            "heads": 1,
+            "features": "runs/small/features",
+        },
     )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
     parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
@@ -128,13 +136,14 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8192)
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--seeds", type=int, nargs="+", default=range(3))
+    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a seed, at most")
     parser.add_argument("--output", default="", help="default: offline.csv or rooms.csv beside this file")
     a = parser.parse_args()
     output = a.output or str(HERE / ("rooms.csv" if a.rooms else "offline.csv"))
     updates = a.updates or (300 if a.rooms else 2400)
     with bench.csv_writer(output, FIELDS) as write:
         for seed in a.seeds:
-            for cell in ROOMS if a.rooms else HEADS:
+            for cell in (ROOMS if a.rooms else HEADS)[: a.heads]:
                 prompts, losses, steps = cell
                 features = f"{folder('rooms', 'head', seed)}_run/features" if a.rooms else f"{a.features}/{prompts}"
                 cases = [make_case(prompts, x, steps, seed, updates, a.rollouts) for x in losses.split(THEN)]
