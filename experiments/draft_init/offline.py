@@ -113,7 +113,9 @@ def report(rows: list[bench.Row]) -> None:
         for cell in bench.distinct(rows, *CELL):
             found = bench.matching(rows, k=k, **dict(zip(CELL, cell)))
             lengths = [row["acceptance_length"] for row in found]
-            ratio = np.mean([row[f"kept_{k}"] / row[f"kept_{k - 1}"] / row["kept_1"] for row in found])
+            kept, before, first = np.array([[row[f"kept_{i}"] for i in (k, k - 1, 1)] for row in found]).T
+            with np.errstate(invalid="ignore"):  # of drafts of which none is kept
+                ratio = np.mean(kept / before / first)
             shown = f"{np.mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})"
             print(f"  {cell[0]:<11} {cell[1]:<15} ttt {cell[2]}  {shown}  {ratio:.3f}")
 

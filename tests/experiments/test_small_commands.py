@@ -112,7 +112,7 @@ TABLE = {
     "step_breakdown.plot": [STORED],
     "step_breakdown.train_phase": [Runs(OUTPUT)],
     "structure": [STORED],
-    "traces.clocks": [STORED],
+    "traces.clocks": [Runs()],
     "traces.costs": [Runs()],
     "traces.predict": [Runs(f"{part} --small") for part in ("costs", "predict", "measure", "judge")],
     "traces.record": [Runs()],
