@@ -114,14 +114,24 @@ def report(rows: list[bench.Row]) -> None:
         for cell in bench.distinct(rows, *CELL):
             found = bench.matching(rows, k=k, **dict(zip(CELL, cell)))
             lengths = [row["acceptance_length"] for row in found]
-            ratio = np.mean([row[f"kept_{k}"] / row[f"kept_{k - 1}"] / row["kept_1"] for row in found])
+            kept, before, first = np.array([[row[f"kept_{i}"] for i in (k, k - 1, 1)] for row in found]).T
+            with np.errstate(invalid="ignore"):  # of drafts of which none is kept
+                ratio = np.mean(kept / before / first)
             shown = f"{np.mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})"
             print(f"  {cell[0]:<11} {cell[1]:<15} ttt {cell[2]}  {shown}  {ratio:.3f}")
 
 
 def main() -> None:
     parser = commands.Parser(
-        __doc__, small={"updates": 2, "rollouts": 16, "problems": 4, "seeds": [0], "features": "runs/small/features"}
+        __doc__,
+        small={
+            "updates": 2,
+            "rollouts": 16,
+            "problems": 4,
+            "seeds": [0],
+            "heads": 1,
+            "features": "runs/small/features",
+        },
     )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
     parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
@@ -129,13 +139,14 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8192)
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--seeds", type=int, nargs="+", default=range(3))
+    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a seed, at most")
     parser.add_argument("--output", default="", help="default: offline.csv or rooms.csv beside this file")
     a = parser.parse_args()
     output = a.output or str(HERE / ("rooms.csv" if a.rooms else "offline.csv"))
     updates = a.updates or (300 if a.rooms else 2400)
     with bench.csv_writer(output, FIELDS) as write:
         for seed in a.seeds:
-            for cell in ROOMS if a.rooms else HEADS:
+            for cell in (ROOMS if a.rooms else HEADS)[: a.heads]:
                 prompts, losses, steps = cell
                 features = f"{folder('rooms', 'head', seed)}_run/features" if a.rooms else f"{a.features}/{prompts}"
                 cases = [make_case(prompts, x, steps, seed, updates, a.rollouts) for x in losses.split(THEN)]

@@ -10,6 +10,7 @@ sequences together) answer the same prompts, in random order; the controllers le
 Writes budget.csv; its table goes into README.md of this folder.
 """
 
+import argparse
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from specrl_jax.training.speedup import Workload, timed
 
 OUTPUT = pathlib.Path(__file__).parent / "budget.csv"
 FIELDS = ("walk", "who", "round", "tokens", "seconds", "verifications")
-SLOTS, LONGEST, SAMPLES = 16, 7, 1
+SAMPLES = 1
 PLAIN, CONTROLLER = "none", "controller"
 MEDIAN, SIGMA = 30, 0.7  # of the tokens of an answer, log-normal, at most the demo's limit
 
@@ -46,14 +47,14 @@ def workload_of(rollout: Any, share: float, prompts: int) -> Workload:
     return Workload(chosen, SAMPLES, 0, tuple(int(n) for n in limits))
 
 
-def measure(share: float, budgets: list[int], prompts: int, learning: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one mixture."""
-    lengths, sides = draft_lengths(LONGEST, adaptive=True), dict[Any, tuple[Any, ...]]()
-    for budget in (0, *budgets):
+def measure(share: float, sizes: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one mixture; `sizes` are the command's options."""
+    lengths, sides = draft_lengths(sizes.longest, adaptive=True), dict[Any, tuple[Any, ...]]()
+    for budget in (0, *sizes.budgets):
         config = demo.get_config()
-        config.rollout.num_slots, config.draft.length, config.draft.budget = SLOTS, LONGEST, budget
+        config.rollout.num_slots, config.draft.length, config.draft.budget = sizes.slots, sizes.longest, budget
         _, rollout, _, weights, _ = prepared(config, lengths)
-        work = workload_of(rollout, share, prompts)
+        work = workload_of(rollout, share, sizes.prompts)
         if not budget:
             sides[PLAIN] = rollout.plain_engine, weights, work, None
             sides |= {k: (rollout.engine, weights, work, FixedLength(k)) for k in lengths if k}
@@ -62,11 +63,11 @@ def measure(share: float, budgets: list[int], prompts: int, learning: int, round
     for engine, weights, *_ in sides.values():
         engine.compiled.compile_all(weights)
     adaptive = [who for who, side in sides.items() if side[3] and not isinstance(side[3], FixedLength)]
-    turns = [(i, who) for i in range(1 - learning, 1) for who in adaptive]
-    turns += [(1 + i, who) for i, who in bench.in_turn(list(sides), rounds)]
+    turns = [(i, who) for i in range(1 - sizes.learning, 1) for who in adaptive]
+    turns += [(1 + i, who) for i, who in bench.in_turn(list(sides), sizes.rounds)]
     for i, who in turns:
         engine, weights, work, chosen = sides[who]
-        found, seconds = timed(engine, weights, work._replace(seed=learning + i), chosen)
+        found, seconds = timed(engine, weights, work._replace(seed=sizes.learning + i), chosen)
         yield {
             "who": who,
             "round": i,
@@ -92,9 +93,12 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"walk": [1.0], "budgets": [16], "prompts": 4, "learning": 1, "rounds": 1})
+    little = {"walk": [1.0], "budgets": [1], "slots": 2, "longest": 1, "prompts": 2, "learning": 1, "rounds": 1}
+    parser = commands.Parser(__doc__, small=little)
     parser.add_argument("--walk", type=float, nargs="+", default=[0.5, 1.0], help="shares of prompts that are learnt")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32], help="drafts of all sequences")
+    parser.add_argument("--slots", type=int, default=16, help="sequences at once")
+    parser.add_argument("--longest", type=int, default=7, help="draft")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--learning", type=int, default=6, help="calls of each controller before the rounds")
     parser.add_argument("--rounds", type=int, default=15)
@@ -102,7 +106,7 @@ def main() -> None:
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
         for share in a.walk:
-            for row in measure(share, a.budgets, a.prompts, a.learning, a.rounds):
+            for row in measure(share, a):
                 write({"walk": share} | row)
     found = table(bench.read_rows(str(a.output)))
     print(found)

@@ -32,9 +32,10 @@ def options_of(kind: str, draft_vocab: int) -> DraftOptions:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "batches": [1], "model": "nano_deep"})
+    parser = commands.Parser(__doc__, small={"rounds": 1, "batches": [1], "model": "nano", "kinds": ["eagle3"]})
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="beside drafts that cost nothing")
     parser.add_argument("--model", choices=PRESETS | MODELS, default="medium")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
     a = parser.parse_args()
@@ -44,7 +45,7 @@ def main() -> None:
         for batch in a.batches:
             cases = {
                 kind: build(model, vocab, batch, "float32", (0, *LENGTHS), options=options_of(kind, vocab))
-                for kind in KINDS
+                for kind in dict.fromkeys((FREE, *a.kinds))
             }
             runs = {(FREE, 0): iteration(cases[FREE], 0, count)}
             runs |= {(kind, k): iteration(case, k, count) for kind, case in cases.items() for k in LENGTHS}

@@ -35,7 +35,7 @@ from specrl_jax.training.initial import initial_weights
 CELL = ("drafter", "slots")
 FIELDS = (*CELL, "rollouts", "who", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")
 ADAPTIVE, PLAIN = "adaptive", "none"  # values of the column `who`, which is k otherwise
-LONGEST, GROUP = 7, 8
+GROUP = 8
 OUTPUT = pathlib.Path(__file__).parent / "controller.csv"
 # Bounds: the mean over cells relative to the best fixed k; the intervals' upper ends in each cell, relative to the best
 # fixed k and to plain decoding.
@@ -68,9 +68,10 @@ def drafters(head: str, mtp: str) -> dict[str, dict[str, Any]]:
 
 
 def make_case(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> Parts:
+    """Build the engines of one cell; `draft` has the keys of the drafter and the longest draft."""
     c = rlzero_tiny.get_config()
     c.policy.path = policy
-    c.draft.update(draft | {"length": LONGEST, "adaptive": True})
+    c.draft.update(draft | {"adaptive": True})
     c.rollout.num_slots = slots
     c.grpo.group_size, c.grpo.prompts_per_step, c.eval.problems = GROUP, prompts, prompts
     return make_parts(c, make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
@@ -130,12 +131,17 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"drafters": ["ngram"], "slots": [2], "learning": 1, "rounds": 4})
+    parser = commands.Parser(
+        __doc__,
+        small={"drafters": ["ngram"], "slots": [2], "prompts": 1, "longest": 1, "learning": 1, "rounds": 4},
+    )
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder of the tiny preset")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
     parser.add_argument("--mtp", default="", help="folder of an MTP head; '': leave that drafter out")
     parser.add_argument("--drafters", nargs="+", default=None, help="default: all")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompts", type=int, default=8, help="of a call, at least; as many as slots otherwise")
+    parser.add_argument("--longest", type=int, default=7, help="draft; of `random` 1 is")
     parser.add_argument("--learning", type=int, default=4, help="calls of the controller before the rounds")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
@@ -148,8 +154,9 @@ def main() -> None:
     with bench.csv_writer(str(a.output), FIELDS) as write:
         for name in a.drafters or known:
             for slots in a.slots:
-                parts = make_case(a.policy, known[name], slots, max(8, slots))
-                for row in measure(parts, 1 if name == "random" else LONGEST, a.learning, a.rounds):
+                draft = known[name] | {"length": a.longest}
+                parts = make_case(a.policy, draft, slots, max(a.prompts, slots))
+                for row in measure(parts, 1 if name == "random" else a.longest, a.learning, a.rounds):
                     write({"drafter": name, "slots": slots} | row)
     found = table(bench.read_rows(str(a.output)))
     print(found)

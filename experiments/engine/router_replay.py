@@ -81,21 +81,22 @@ def measure(parts: Parts, seed: int) -> bench.Row:
 
 def report(rows: list[bench.Row]) -> None:
     print("rollout   learner   quantize  experts  " + "".join(f"{name:>14}" for name in (*OWN, *REPLAYED)))
-    for numerics in CELLS:
-        chosen = [row for row in rows if all(row[name] == value for name, value in numerics._asdict().items())]
+    for numerics in bench.distinct(rows, *Numerics._fields):
+        chosen = bench.matching(rows, **dict(zip(Numerics._fields, numerics)))
         values = [np.mean([row[name] for row in chosen]) for name in ("differing_experts", *OWN, *REPLAYED)]
         print("".join(f"{value:<10}" for value in numerics) + "".join(f"{value:14.2e}" for value in values))
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"prompts": 2, "seeds": 1})
+    parser = commands.Parser(__doc__, small={"prompts": 2, "seeds": 1, "cells": 1})
     parser.add_argument("--policy", required=True, help="folder of a mixture")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cells", type=int, default=len(CELLS), help="rows of the table, at most")
     parser.add_argument("--output", default="experiments/engine/router_replay.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
-        for numerics in CELLS:
+        for numerics in CELLS[: a.cells]:
             parts = make_case(numerics, a.policy, a.prompts)
             for seed in range(a.seeds):
                 write(numerics._asdict() | measure(parts, seed))

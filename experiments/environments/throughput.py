@@ -83,7 +83,7 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"preset": "nano_deep", "rollouts": 8, "rounds": 1})
+    parser = commands.Parser(__doc__, small={"preset": "nano", "rollouts": 8, "rounds": 1})
     parser.add_argument("--output", required=True)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--rollouts", type=int, default=128)

@@ -58,8 +58,9 @@ def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
     return state, middle - start, time.perf_counter() - middle
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rounds: int, prompts: int) -> list[dict[str, Any]]:
     config = rlzero_tiny.get_config()
+    config.grpo.prompts_per_step = prompts
     config.draft.kind, config.draft.path = "none", ""
     parts = make_parts(config, make_mesh(config.mesh.to_dict()))
     state = initial_state(parts.learner)
@@ -74,11 +75,12 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1})
+    parser = commands.Parser(__doc__, small={"rounds": 1, "prompts": 2})
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--prompts", type=int, default=16, help="with eight rollouts each")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    rows = measure(arguments.rounds)
+    rows = measure(arguments.rounds, arguments.prompts)
     with bench.csv_writer(arguments.output, FIELDS) as write:
         for row in rows:
             write(row)

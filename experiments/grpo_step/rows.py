@@ -132,17 +132,20 @@ def measure(cases: dict[str, Case], name: str, rounds: int, write: Any) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "cases": ["tails"], "prompts": 1, "preset": "nano_deep"})
+    parser = commands.Parser(
+        __doc__, small={"rounds": 1, "cases": ["tails"], "prompts": 1, "preset": "nano", "longest": 1024}
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=["limit", "tails"])
     parser.add_argument("--prompts", type=int, default=16, help="of the case tails")
     parser.add_argument("--preset", default="small", help="policy of the case tails")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens, prompt included, of the case tails")
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
     plain = {"draft.kind": "none", "draft.path": "", "policy.path": "", "policy.preset": a.preset}
-    limits = {"rollout.max_prompt_tokens": 512, "rollout.max_response_tokens": 3584}  # the policy's 4,096 positions
+    limits = {"rollout.max_prompt_tokens": 512, "rollout.max_response_tokens": a.longest - 512}
     length, prompt = tails(0, a.prompts)
-    length = np.minimum(length, 4096)
+    length = np.minimum(length, a.longest)
     short = np.full(128, 41), np.full(128, 10)
     with bench.csv_writer(a.output, FIELDS) as write:
         if "limit" in a.cases:

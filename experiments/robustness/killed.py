@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from specrl_jax import cli
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.progress import Display
-from specrl_jax.training import pipeline, step
+from specrl_jax.training import generation, step
 
 
 class Moment(NamedTuple):
@@ -27,7 +27,7 @@ class Moment(NamedTuple):
 
 
 MOMENTS = {
-    "generation": Moment(pipeline, "sample_rounds", lambda *arguments: arguments[-1]),
+    "generation": Moment(generation, "sample_rounds", lambda *arguments: arguments[-1]),
     "learning": Moment(step, "update", lambda learner, state, *_: int(state.policy.step) + 1),
     "save": Moment(Checkpoints, "save", lambda checkpoints, step, *_: step),
     "between": Moment(Display, "finish_step", lambda display, step, *_: step),

@@ -34,8 +34,9 @@ STEPS = 4
 # Metrics whose names start so depend on the clock.
 TIMED = ("time/", "perf/", "draft/seconds", "rollout/tokens_per_second")
 
-# Host state that is not compared: of options that are gone (draft.update_growth), and times of rollouts ahead.
-NOT_COMPARED = ("schedule", "seconds", "switch_seconds")
+# Host state that is not compared: of options that are gone (draft.update_growth), times of rollouts ahead, and where
+# the files of a config lie.
+NOT_COMPARED = ("schedule", "seconds", "switch_seconds", "files")
 
 # Old name -> new name of metrics since commit 411c9fb. A name that ends in a slash is a prefix.
 RENAMED = {
@@ -108,19 +109,20 @@ def launch(
     program: Sequence[str] = ("main.py",),
 ) -> subprocess.CompletedProcess[str]:
     """Make or resume one run with `tree`'s main.py, or a `program` that takes its flags; wait until it ends."""
-    with tempfile.TemporaryDirectory() as folder:
-        (pathlib.Path(folder) / "specrl_checksum.py").write_text(REWARD)
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "PYTHONPATH": folder,
-        }
-        if settings.get("pipeline.mode") != "async":
-            environment["XLA_FLAGS"] = ""
-        command = [sys.executable, *program, "--config", "configs/rlzero_tiny.py:smoke", "--workdir", str(workdir)]
-        command += [f"--config.{key}={value}" for key, value in settings.items()]
-        return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    rewards = workdir.parent / "rewards"  # where a resumed run finds it again
+    rewards.mkdir(exist_ok=True)
+    (rewards / "specrl_checksum.py").write_text(REWARD)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "PYTHONPATH": str(rewards),
+    }
+    if settings.get("pipeline.mode") != "async":
+        environment["XLA_FLAGS"] = ""
+    command = [sys.executable, *program, "--config", "configs/rlzero_tiny.py:smoke", "--workdir", str(workdir)]
+    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
 
 
 def execute(tree: pathlib.Path, workdir: pathlib.Path, settings: Mapping[str, object], cache: str) -> None:

@@ -180,16 +180,17 @@ def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"seeds": [0], "workloads": ["rooms"], "prompts": 1})
+    parser = commands.Parser(__doc__, small={"seeds": [0], "workloads": ["rooms"], "heads": 1, "prompts": 1})
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a base, at most")
     parser.add_argument("--prompts", type=int, default=32, help="of a measurement")
     parser.add_argument("--output", "--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()
     file = a.output / "acceptance.csv"
     rows = [Position(**row) for row in bench.read_rows(str(file))] if a.plot else []
-    for run in () if a.plot else itertools.product(a.workloads, a.seeds, HEADS, (False, True)):
+    for run in () if a.plot else itertools.product(a.workloads, a.seeds, list(HEADS)[: a.heads], (False, True)):
         rows += measure(*run, a.prompts)
         jax.clear_caches()
         write_rows(file, [row._asdict() for row in rows])

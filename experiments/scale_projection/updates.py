@@ -138,7 +138,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _interval(r: Row, name: str) -> Interval:
-    low, high = (r[name + end] if r[name + end] != "" else float("nan") for end in ("_low", "_high"))
+    ends = (r.get(name + end, "") for end in ("_low", "_high"))  # of one draw there are none
+    low, high = (float("nan") if end == "" else end for end in ends)
     return Interval(r[name], low, high)
 
 

@@ -30,8 +30,8 @@ from specrl_jax.training.update import score, update
 KINDS = ("none", "eagle3")
 
 
-def make_case(kind: str) -> Parts:
-    config = rlzero_tiny.get_config("small")
+def make_case(kind: str, variant: str) -> Parts:
+    config = rlzero_tiny.get_config(variant)
     config.draft.kind, config.draft.online = kind, False
     if kind == "none":
         config.draft.path = ""
@@ -47,8 +47,8 @@ def first_step(parts: Parts) -> tuple[Rows, LossInputs]:
     return batch.rows, LossInputs(old, None, batch.advantages)  # type: ignore[arg-type]  # numpy
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
-    cases = {kind: make_case(kind) for kind in KINDS}
+def measure(rounds: int, variant: str) -> list[dict[str, Any]]:
+    cases = {kind: make_case(kind, variant) for kind in KINDS}
     states = {kind: initial_state(parts.learner) for kind, parts in cases.items()}
     rows, inputs = first_step(cases["eagle3"])
     found = []
@@ -64,11 +64,12 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1})
+    parser = commands.Parser(__doc__, small={"rounds": 1, "variant": "smoke"})
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--variant", default="small", help="of configs/rlzero_tiny.py")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    rows = measure(arguments.rounds)
+    rows = measure(arguments.rounds, arguments.variant)
     with bench.csv_writer(arguments.output, ("round", *KINDS)) as write:
         for row in rows:
             write(row)

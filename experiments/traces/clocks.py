@@ -2,13 +2,13 @@
 
     python -m experiments.traces.clocks
 
-Reads traces.csv of --folder and costs.csv of this one, and writes speed.csv, best.csv and best.png into --folder. The
+Reads traces.csv of --folder and costs.csv of this one, and writes speed.csv, best.csv and best.png into --output. The
 table goes into README.md of this folder, or is printed.
 """
 
-import argparse
 import itertools
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import commands
 from experiments.claims import COLOURS, markdown, put_table, write_rows
 from experiments.engine import bench
 from experiments.rooms.bases import NAMES
@@ -42,12 +43,11 @@ JUDGED = "the same with the host time of a draft in public sweeps"
 PAPER = {"rooms": {3: 1.77, 5: 1.44, 7: 1.21}, "careful": {3: 1.54, 5: 0.84, 7: 0.71}}
 SAMPLE = "simulated clock, 95 % over resampled rollouts"
 PROMPT = 40.0  # tokens, of the recorded workloads
-DRAWS, SPREAD = 200, 1.0  # of the bootstrap; of ln(length) with a heavy tail
+SPREAD = 1.0  # of ln(length) with a heavy tail
 # Recorded responses have some two hundred tokens: repeated so often they have thousands, as the paper's 8B runs.
 GPU_STRETCH = 20.0
 COMPARED = (1, 5, 7)  # against k = 3
 TAILS = {"recorded": 0.0, "heavy": SPREAD}
-BEST_DRAWS = 60
 
 
 def measured(path: pathlib.Path) -> Measured:
@@ -79,11 +79,11 @@ def clocks() -> dict[str, tuple[Clock, float]]:
     }
 
 
-def speed_rows(workload: str, by_k: dict[int, list[Trace]]) -> Iterator[Row]:
+def speed_rows(workload: str, by_k: dict[int, list[Trace]], draws: int) -> Iterator[Row]:
     """Yield each clock's speed of every k relative to plain decoding and to k = 3, with intervals over rollouts."""
     for name, (clock, stretch) in clocks().items():
         for slots in SLOTS:
-            found = resampled(by_k, slots, clock, PROMPT, DRAWS, stretch=stretch)
+            found = resampled(by_k, slots, clock, PROMPT, draws, stretch=stretch)
             for k in by_k:
                 over, against = ratio(found[k], found[0]), ratio(found[k], found[3])
                 row = {
@@ -98,14 +98,14 @@ def speed_rows(workload: str, by_k: dict[int, list[Trace]]) -> Iterator[Row]:
                 yield row | {"over_3_high": against.high}
 
 
-def best_rows(workload: str, by_k: dict[int, list[Trace]]) -> Iterator[Row]:
+def best_rows(workload: str, by_k: dict[int, list[Trace]], draws: int) -> Iterator[Row]:
     """Yield the best k on the GB200 roofline by slots and host time, for recorded lengths and for a heavy tail.
 
     The ends of its interval are those k that are best in 2.5 and in 97.5 % of the resamples, of rollouts and tails.
     """
     for (tail, spread), slots, host in itertools.product(TAILS.items(), SLOTS, HOST_MICROSECONDS):
         clock = gb200("fused", host * 1e-6)
-        found = resampled(by_k, slots, clock, PROMPT, BEST_DRAWS, stretch=GPU_STRETCH, spread=spread)
+        found = resampled(by_k, slots, clock, PROMPT, draws, stretch=GPU_STRETCH, spread=spread)
         lengths = np.array(list(found))
         best = lengths[np.argmax(list(found.values()), axis=0)]
         low, middle, high = np.quantile(best, (0.025, 0.5, 0.975), method="nearest")
@@ -171,24 +171,28 @@ def cell(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of traces, results and the page")
-    folder = parser.parse_args().folder
-    traces = read_traces(folder / "traces.csv")
+    parser = commands.Parser(__doc__, small={"draws": 4, "best_draws": 2, "output": HERE})
+    parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of traces")
+    parser.add_argument("--draws", type=int, default=200, help="of the bootstrap of the speeds")
+    parser.add_argument("--best_draws", type=int, default=60, help="of that of the best k")
+    parser.add_argument("--output", type=pathlib.Path, help="folder of the results; default: of the traces")
+    a = parser.parse_args()
+    output = a.output or a.folder
+    traces = read_traces(a.folder / "traces.csv")
     speeds, best = list[Row](), list[Row]()
     for workload in NAMES:
         mine = [t for t in traces if t.workload == workload]
         by_k = {k: [t for t in mine if t.k == k] for k in sorted({t.k for t in mine})}
-        speeds += speed_rows(workload, by_k)
-        best += best_rows(workload, by_k)
-    write_rows(folder / "speed.csv", speeds)
-    write_rows(folder / "best.csv", best)
-    draw(best, folder / "best.png")
-    if folder == HERE:
+        speeds += speed_rows(workload, by_k, a.draws)
+        best += best_rows(workload, by_k, a.best_draws)
+    write_rows(output / "speed.csv", speeds)
+    write_rows(output / "best.csv", best)
+    draw(best, output / "best.png")
+    if output == HERE:
         put_table(HERE / "README.md", table(speeds))
     else:
         print(table(speeds))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(commands.run(main))

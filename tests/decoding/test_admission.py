@@ -181,7 +181,8 @@ def by_hand(confidence, drafted, budget):
     return count
 
 
-@pytest.mark.parametrize("seed", long_but(range(3), range(20)))
+# `make test` has seeds with a sure draft behind a doubtful one: what it is worth by itself would be another choice.
+@pytest.mark.parametrize("seed", long_but([5, 9, 13], range(20)))
 def test_the_most_valuable_drafts_are_admitted(seed):
     rng = np.random.default_rng(seed)
     B, k, budget = rng.integers(1, 9), rng.integers(1, 8), rng.integers(1, 20)

@@ -251,7 +251,7 @@ def test_a_controller_slower_than_plain_decoding_is_behind():
 
 def test_every_drafter_of_the_sweep_builds():
     for name, draft in controller.drafters(bench.TINY_HEAD, "").items():
-        setup = controller.make_case(bench.TINY_POLICY, draft, slots=4, prompts=3)
+        setup = controller.make_case(bench.TINY_POLICY, draft | {"length": 7}, slots=4, prompts=3)
         assert setup.rollout.engine.compiled.lengths == (0, 1, 2, 3, 5, 7), name
         assert len(setup.problems.evaluation) == 3
     assert "mtp" in controller.drafters(bench.TINY_HEAD, "folder")

@@ -6,6 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from experiments.robustness.killed import MOMENTS
 from experiments.robustness.same_run import Run, check_moved, differences, load, same_bits, untimed
 
 
@@ -124,3 +125,9 @@ def test_a_finished_run_is_read(tmp_path):
     found = load(tmp_path)
     assert found.rows[0] == run.rows[0] and found.rollouts == run.rollouts and found.host["2"] == {"position": 2}
     assert same_bits(found.arrays["4/state/policy/params/o"], run.arrays["4/state/policy/params/o"])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_parts_of_a_step_that_are_killed_begin_with_functions_of_the_library(moment):
+    owner, name, _ = MOMENTS[moment]
+    assert callable(getattr(owner, name, None)), f"{owner} has no {name}"

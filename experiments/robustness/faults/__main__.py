@@ -8,7 +8,9 @@ a run that went on with wrong numbers.
 
 import argparse
 import concurrent.futures
+import functools
 import importlib
+import itertools
 import json
 import pathlib
 import sys
@@ -24,13 +26,13 @@ from specrl_jax.io.workdir import versions
 GROUPS = ("damage", "signals", "nonfinite", "processes", "files", "rewards")
 
 
-def try_group(name: str) -> tuple[list[Finding], float]:
-    """Return the findings of one group, and its seconds."""
+def try_group(name: str, first: int | None) -> tuple[list[Finding], float]:
+    """Return the findings of one group, of the `first` faults or of all, and its seconds."""
     begun = time.monotonic()
     found: Findings = importlib.import_module(f"experiments.robustness.faults.{name}").findings
     with tempfile.TemporaryDirectory(prefix=f"faults_{name}_") as folder:
         results = []
-        for finding in found(pathlib.Path(folder)):
+        for finding in itertools.islice(found(pathlib.Path(folder)), first):
             results.append(finding)
             print(f"{name}: {finding.tried}: {finding.outcome}: {finding.said}", flush=True)
     return results, time.monotonic() - begun
@@ -52,10 +54,12 @@ def main() -> int:
     absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns where it reads arrays without their tree
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP")
+    parser.add_argument("--first", type=int, help="so many faults of each group alone")
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        groups = dict(zip(arguments.only, pool.map(try_group, arguments.only)))
+        tried = pool.map(functools.partial(try_group, first=arguments.first), arguments.only)
+        groups = dict(zip(arguments.only, tried))
     print(table(groups))
     if arguments.output:
         cases = {name: [f._asdict() for f in findings] for name, (findings, _) in groups.items()}
