@@ -60,6 +60,12 @@ _MATHS_WORD = re.compile(rf"\\|\b(?:{_MATHS})\b", re.IGNORECASE)
 _BEFORE = re.compile(
     r"(?:\b(?:and|or|not|than|to|about|between|least|most|nor)|[-+−*×÷/^<>≤≥±≈,;&|(\[{]|\\[A-Za-z]+)\s*$", re.IGNORECASE
 )
+# A comma behind them is not one of a list.
+_OPENING = re.compile(
+    r"(?:(?:and\s+)?(?:so|thus|hence|then|therefore|finally|altogether|overall|consequently|as\s+a\s+result"
+    r"|in\s+(?:all|total|the\s+end)),\s+)+",
+    re.IGNORECASE,
+)
 _ANOTHER = re.compile(
     r"\b[A-Za-z](?:_\w+)?\s*=.*(?:\b(?:and|or)\b|[,;])\s*[A-Za-z](?:_\w+)?\s*=\s*$"
 )  # "x = 5 or x = 6"
@@ -194,7 +200,10 @@ def _value(sentence: str) -> str | None:
         chosen = behind[0] if not sentence[after + 1 : behind[0].start()].strip() else None
     else:
         chosen = values[-1] if values else None
-    if chosen is None or chosen["other"] or _BEFORE.search(sentence, 0, chosen.start()):
+    if chosen is None or chosen["other"]:
+        return None
+    opening = _OPENING.match(sentence)
+    if _BEFORE.search(sentence, opening.end() if opening else 0, chosen.start()):
         return None
     if _BEHIND.match(sentence, chosen.end()) or _ANOTHER.search(sentence, 0, chosen.start()):
         return None
