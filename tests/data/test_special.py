@@ -196,8 +196,9 @@ def answers(path, tokenizer, special_tokens="text"):
     """The texts of pretrain.answers, as the draft's training reads them."""
     config = Config(data=DataConfig(special_tokens=special_tokens), pretrain=PretrainConfig(answers=str(path)))
     config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, prompts_per_step=1, group_size=3))
-    limits = types.SimpleNamespace(max_prompt_tokens=200, max_response_tokens=200, cache_length=400)
-    plan, sampling = types.SimpleNamespace(config=config), types.SimpleNamespace(limits=limits)
+    limits = types.SimpleNamespace(max_prompt_tokens=200, max_response_tokens=200)
+    plan = types.SimpleNamespace(config=config, sequence_tokens=400)
+    sampling = types.SimpleNamespace(limits=limits)
     rollout = types.SimpleNamespace(plan=plan, tokenizer=tokenizer, config=sampling)
     tokens, prompts, lengths, _ = next(draft_features._answers(rollout))()
     return [(row[:p].tolist(), row[p:n].tolist()) for row, p, n in zip(tokens, prompts, lengths)]

@@ -62,7 +62,7 @@ def test_what_a_host_could_not_hold_is_refused_before_it_runs(monkeypatch):
 def test_each_shape_of_a_step_is_announced_once():
     """And compiled once: the call finds what was compiled to be announced."""
     told, compiled = [], []
-    programs = Programs()
+    programs = Programs(())
     step = programs.announced("update", "train", jax.jit(lambda x, rows: x + rows.tokens.sum()))
     programs.on_program = lambda program, seconds: told.append(program)
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))

@@ -56,11 +56,13 @@ def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
     assert sequences(packed) == sorted(sequence for rows in alone for sequence in sequences(rows))
 
 
-def test_few_shapes_of_rows_hold_solutions_of_any_length():
+def test_rows_of_one_length_in_full_microbatches_hold_solutions_of_any_length():
     source = TaskSource("long_walk", "train", 0)
     batches = [[source[i] for i in range(64 * step, 64 * step + 64)] for step in range(30)]
-    shapes = {pretrain.solution_rows(batch, CharTokenizer(), Packing(600)).tokens.shape for batch in batches}
-    assert {tokens for _, tokens in shapes} == {1024} and len(shapes) <= 4
+    packing = Packing(600, rollouts=64, microbatch_tokens=4096)
+    shapes = {pretrain.solution_rows(batch, CharTokenizer(), packing).tokens.shape for batch in batches}
+    assert {tokens for _, tokens in shapes} == {1024} and packing.microbatch(1024) == 2
+    assert all(rows % 2 == 0 for rows, _ in shapes)
 
 
 def test_a_solution_that_does_not_fit_is_refused():
