@@ -131,6 +131,7 @@ def main() -> None:
             "seeds": [0],
             "heads": 1,
             "features": "runs/small/features",
+            "output": str(HERE / "offline.csv"),
         },
     )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")

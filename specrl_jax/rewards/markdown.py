@@ -19,6 +19,7 @@ _BREAK = re.compile(r"<br\s*/?>|</?(?:p|div|li|ul|ol|h[1-6]|center)>", re.IGNORE
 _HTML = re.compile(r"</?(?:b|strong|i|em|u|mark|code|span|font|kbd|samp)(?:\s[^<>]*)?>", re.IGNORECASE)
 # At the beginning of a line: quotes, bullets and headings (not ####, which marks an answer).
 _LINE = re.compile(r"^[ \t]*(?:(?:>|[-*+•●◦▪–—](?=[ \t])|(?!####(?!#))#{1,6}(?=[ \t]))[ \t]*)+", re.MULTILINE)
+_NUMERAL = re.compile(r"^[ \t]*(\d{1,2})[.)][ \t]+(?=\S)", re.MULTILINE)  # of a list
 _TABLE = re.compile(r"^[ \t]*\|[ \t](.*)\|[ \t]*$", re.MULTILINE)  # a row
 _CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]{1,300})\1(?!`)")
 # Stars and lines around something; "3*4*5" and "(x)*(y)*(z)" are products, "a_1" an index.
@@ -47,11 +48,25 @@ def plain_text(text: str) -> tuple[str, list[str]]:
     text = _FORMULA.sub(keep, re.sub(SIGN, "?", text))
     text = _HTML.sub("", _BREAK.sub("\n", _RULE.sub("", _FENCE.sub("", text))))
     text = _LINE.sub("", _TABLE.sub(lambda row: ": ".join(cell.strip() for cell in row[1].split("|")), text))
-    text = _CALL.sub("", text)
+    text = _CALL.sub("", _without_numerals(text))
     text = _CODE.sub(lambda match: match[2], text)
     for _ in range(3):  # nested ones
         text = _EMPHASIS.sub(lambda match: match[2] or match[3] or match[5], text)
     return text, formulas
+
+
+def _without_numerals(text: str) -> str:
+    """Remove the numerals of lists, which count from 1 and may skip one; "18. That is all" begins with an answer."""
+    last = 0
+
+    def remove(numeral: re.Match[str]) -> str:
+        nonlocal last
+        if int(numeral[1]) not in (1, last + 1, last + 2):
+            return numeral[0]
+        last = int(numeral[1])
+        return ""
+
+    return _NUMERAL.sub(remove, text)
 
 
 def with_formulas(text: str, formulas: list[str]) -> str:

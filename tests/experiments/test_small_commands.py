@@ -123,23 +123,13 @@ TABLE = {
 PEERS = ("grpo_step.peer_trl", "grpo_step.peer_tunix", "grpo_step.losses_trl", "engine.peer_tunix")
 ENTRIES = [(module, case) for module, cases in TABLE.items() for case in cases]
 CASES = [(module, case) for module, case in ENTRIES if not isinstance(case, RunBy)]
-# Seen to end in seconds on a slow machine. The others are long until somebody has seen it (drafters.budget: minutes).
-TRIED = {
-    "accelerator.attention_parts",
-    "accuracy_parity.plot",
-    "async_lag.plot",
-    "demo.report",
-    "demo.same_tokens",
-    "draft_init.plot",
-    "draft_kinds.plot",
-    "draft_length.plot",
-    "drafters.acceptance",
-}
+# What no size makes short: CPU seconds on a Zen 4.
+LONG = {"scale_projection.validate": 90}
 LARGE = 1 << 20  # bytes
 
 
 def case_of(module, case):
-    marks = [] if module in TRIED else [pytest.mark.long]
+    marks = [pytest.mark.long] if module in LONG else []
     return pytest.param(module, case, id=f"{module} {case.arguments}".strip(), marks=marks)
 
 
