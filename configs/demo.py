@@ -24,7 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.rollout.max_prompt_tokens = 16
         return c
     c = base()
-    c.steps = 12
+    c.steps = 8
     c.data.task = "walk"
     c.policy.preset = ""
     c.policy.path = "experiments/demo/policy"
@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.draft.length = 5
     c.draft.adaptive = False  # one compiled length, and a run repeats to the last bit
     c.draft.learning_rate = 1e-4
-    c.eval.problems = 128
+    c.eval.problems = 64
     c.eval.every = 0
     c.checkpoint.keep = 1
     return c

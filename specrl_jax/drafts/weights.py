@@ -32,14 +32,20 @@ def checksum(tree: object) -> jax.Array:
     """Return [] uint32 of every bit of a tree's arrays and of their order; independent of the sharding."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        width = min(8 * leaf.dtype.itemsize, 32)  # two words for a value of 64 bits
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
-        place = jnp.zeros_like(bits)
-        for axis in range(bits.ndim):
-            place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        # An integer sum does not depend on its order, so not on the sharding.
-        total = _scramble(total) + jnp.sum(_scramble(_scramble(place) ^ bits), dtype=jnp.uint32)
+        total = _scramble(total) + _sum_of_bits(leaf)
     return total
+
+
+@jax.jit
+def _sum_of_bits(leaf: jax.Array) -> jax.Array:
+    """Return [] uint32 of an array's bits and of their places. Jitted: one trace for all layers."""
+    width = min(8 * leaf.dtype.itemsize, 32)  # two words for a value of 64 bits
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+    place = jnp.zeros_like(bits)
+    for axis in range(bits.ndim):
+        place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    # An integer sum does not depend on its order, so not on the sharding.
+    return jnp.sum(_scramble(_scramble(place) ^ bits), dtype=jnp.uint32)
 
 
 def _scramble(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from specrl_jax.training.shapes import abstract_microbatch
 class Beside:
     """A thread that compiles what the first step of a run will need, once its engine's programs are there.
 
-    A program that takes too much memory is left for the step that needs it, which says so.
+    The step reads them from the compile cache. A program that takes too much memory is left for it, and it says so.
     """
 
     def __init__(self, learner: Learner, state: RunState, ready: threading.Event) -> None:
@@ -71,5 +71,6 @@ class Beside:
             return
         step = learner.draft_step
         counts = step.count.eval_shape(draft, rows)
+        counts = jax.ShapeDtypeStruct(counts.shape, counts.dtype)  # it comes from the host
         step.update.gradient.prepare(draft, tables, counts, features, rows)
         step.update.apply.prepare(draft, step.update.gradient.result[0])

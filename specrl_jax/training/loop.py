@@ -30,7 +30,7 @@ from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
 from specrl_jax.training.saving import DueSaves, save_good
-from specrl_jax.training.speedup import speedup_metrics
+from specrl_jax.training.speedup import comparison_share, speedup_metrics
 from specrl_jax.training.step import StepResult, train_step
 
 
@@ -186,7 +186,8 @@ class _Run:
         """Print the line of a step whose row is written."""
         note = _note(row, self.rollout.engine.draft_length, self.remarks)
         # The comparison takes as long as so many generations of a step: a warm-up, then rounds, of both.
-        comparison = 2 * (self.config.draft.compare_rounds + 1) * self.generation if self.compares else 0.0
+        generations = 2 * (self.config.draft.compare_rounds + 1) * comparison_share(self.config)
+        comparison = generations * self.generation if self.compares else 0.0
         ahead = comparison + self.evaluation * evaluations_left(self.step, self.config.steps, self.config.eval.every)
         self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead)
 

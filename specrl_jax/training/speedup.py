@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from specrl_jax import distributed
+from specrl_jax.config import Config
 from specrl_jax.data.problem import Problem
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.engine import Engine
@@ -34,6 +35,20 @@ def step_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
     config = rollout.plan.config
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[: config.grpo.prompts_per_step]]
     return Workload(prompts, config.grpo.group_size, config.rollout.seed)
+
+
+def comparison_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
+    """Return the rollouts of a round of the closing comparison: `comparison_share` of a training step's."""
+    work = step_workload(rollout, problems)
+    count = round(comparison_share(rollout.plan.config) * len(work.prompts) * work.samples)
+    prompts = work.prompts[: max(1, count)]
+    return work._replace(prompts=prompts, samples=max(1, count // len(prompts)))
+
+
+def comparison_share(config: Config) -> float:
+    """Return a quarter, or more where that would be fewer than four for each sequence that is decoded at once."""
+    step = config.grpo.prompts_per_step * config.grpo.group_size
+    return min(1.0, max(1 / 4, 4 * config.rollout.num_slots / step))
 
 
 def timed(
@@ -100,11 +115,11 @@ def speedup_metrics(
     lengths: DraftLengthPolicy,
     on_progress: OnProgress,
 ) -> dict[str, float]:
-    """Return spec/speedup*, the run's own engine over draft.kind=none on a step's worth of validation rollouts.
+    """Return spec/speedup*, the run's own engine over draft.kind=none on validation problems.
 
     Nothing where `on_progress` raises Stopped before the end of the second round.
     """
-    work, rounds = step_workload(rollout, problems), rollout.plan.config.draft.compare_rounds
+    work, rounds = comparison_workload(rollout, problems), rollout.plan.config.draft.compare_rounds
     ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, lengths, on_progress)
     if len(ratios) < 2:
         return {}
@@ -119,6 +134,6 @@ def mean_ratio(ratios: np.ndarray) -> tuple[float, float, float]:
     the other: what slows a whole round cancels in its ratio. Rounds are taken as independent.
     """
     logs = np.log(ratios)
-    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))
+    half = scipy.special.stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs))
     mean, low, high = np.exp(logs.mean() + np.array([0.0, -half, half]))
     return float(mean), float(low), float(high)
