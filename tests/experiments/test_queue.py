@@ -44,9 +44,12 @@ def test_entries_are_numbered_and_each_is_one_command_into_a_folder_of_runs():
         assert "* Writes" in text and "* Fills:" in text, number
 
 
-# Those that nobody has yet seen end within minutes on a slow machine are long.
+# Those that take 30 to 56 CPU seconds on a Zen 4; 5 had not ended after 67.
+SHORT = ["4", "6", "7", "8", "9", "10"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", long_but(["7"], [number for number in ENTRIES if number not in ("1", "2", "3")]))
+@pytest.mark.parametrize("number", long_but(SHORT, [number for number in ENTRIES if number not in ("1", "2", "3")]))
 def test_the_command_of_an_entry_runs_and_writes(number, tmp_path):
     done = small(number, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -57,7 +60,7 @@ def test_the_command_of_an_entry_runs_and_writes(number, tmp_path):
             assert case["steps"][0]["time/generate"] > 0 and case["first_step_begins"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_steps_of_rl_run_twice_to_the_same_bits(tmp_path):
     done = small("1", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,7 +75,7 @@ def test_steps_of_rl_run_twice_to_the_same_bits(tmp_path):
     assert "every step is equal" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_run_that_learns_has_the_same_tokens_with_and_without_drafts(tmp_path):
     done = small("2", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
