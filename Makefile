@@ -68,6 +68,7 @@ clean:
 	rm -rf $(VENV)
 
 $(VENV)/installed: $(REQUIREMENTS) requirements-common.txt $(LOCK)
+	@echo "installing packages into $(VENV): about a minute"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED)
 	touch $@

@@ -588,7 +588,7 @@ def test_tasks_print_nothing_on_stderr(task, tmp_path):
 def test_a_good_run_as_a_process_prints_a_line_a_step_and_a_table_and_nothing_on_stderr(tmp_path_factory):
     _, out, err = finished_run(tmp_path_factory)
     assert err == "" and "\r" not in out
-    programs = ("compiling", "engine program", "learner program")
+    programs = ("compiling", "engine program", "learner program", "evaluating")
     lines = [line for line in out.splitlines() if not line.startswith(programs)]
     assert [line.split("  ")[0] for line in lines[:4]] == [f"step {i}/3" for i in range(4)]
     title, *table, plot = lines[4:]

@@ -81,6 +81,9 @@ class Pace:
         return steps * float(np.median(self._recent)) if self._recent else None
 
 
+LONG = 10.0  # seconds
+
+
 class Display:
     """On a terminal a line for each finished step above a live one, the progress of the phase; nothing if not `shown`.
 
@@ -126,6 +129,11 @@ class Display:
     def say(self, line: str) -> None:
         """Print a line above the live one, unbroken: a terminal wraps it where it must."""
         self.console.print(printable(line), soft_wrap=True)
+
+    def say_wait(self, line: str, seconds: float) -> None:
+        """Print what a wait of LONG seconds or more is for; of one whose length is not known yet too."""
+        if not seconds or seconds >= LONG:
+            self.say(line)
 
     def say_compiled(self, program: object, seconds: float) -> None:
         self.say(f"engine program {program}: {seconds:.1f} s")

@@ -182,13 +182,21 @@ class _Run:
         self.show_step(row)
         return row
 
+    @property
+    def _comparison(self) -> float:
+        """About how many seconds the comparison takes: those of a warm-up, then of rounds, of both engines.
+
+        Plain decoding is taken for half as fast.
+        """
+        rounds = 1 + self.config.draft.compare_rounds
+        return 3 * rounds * comparison_share(self.config) * self.generation if self.compares else 0.0
+
     def show_step(self, row: Row) -> None:
         """Print the line of a step whose row is written."""
         note = _note(row, self.rollout.engine.draft_length, self.remarks)
-        # The comparison takes as long as so many generations of a step: a warm-up, then rounds, of both.
-        generations = 2 * (self.config.draft.compare_rounds + 1) * comparison_share(self.config)
-        comparison = generations * self.generation if self.compares else 0.0
-        ahead = comparison + self.evaluation * evaluations_left(self.step, self.config.steps, self.config.eval.every)
+        ahead = self._comparison + self.evaluation * evaluations_left(
+            self.step, self.config.steps, self.config.eval.every
+        )
         self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead)
 
     def _metrics(self, result: StepResult) -> Row:
@@ -224,6 +232,10 @@ class _Run:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation after a step."""
+        answers, about = len(self.problems.evaluation) * self.config.eval.samples, ""
+        if self.evaluation:
+            about = f", about {self.evaluation:.0f} s"
+        self.display.say_wait(f"evaluating {answers} answers{about}", self.evaluation)
         with self.devices:
             weights, _ = prepare(self.learner, self.rollout, self.state)
             clock = PhaseClock(self.display)
@@ -242,6 +254,8 @@ class _Run:
 
     def _compare(self) -> dict[str, float]:
         """Return the metrics of the closing comparison with plain decoding."""
+        about = self._comparison
+        self.display.say_wait(f"comparing with plain decoding, about {about:.0f} s", about)
         self.display.start_phase("speedup")
         self.rollout.engine.compiled.beside = False
         weights, _ = prepare(self.learner, self.rollout, self.state)
