@@ -118,7 +118,7 @@ class ActiveBatch(Generic[Params, Cache]):
         scheduler = self.scheduler
         all_run = scheduler.running > 0 and not (scheduler.waiting or self._parked)
         for size in self._engine.compiled.sizes:
-            if all_run and scheduler.fits(size) and size < self.size:
+            if all_run and scheduler.fits(size) and size < self.size and not self._engine.compiled.postponed(size):
                 self.compact_to(size)
 
     def _reverify(self) -> None:

@@ -68,6 +68,8 @@ class CompiledFunctions(Generic[Params, Cache]):
       on_begin: called with the programs that a call waits for, before they are compiled.
       on_program: called with each program that a call of the engine compiled, and its seconds.
       beside: whether calls begin before all that they may want is compiled.
+      stays_large: whether a batch stays as it is while the programs of a smaller one compile, where `beside`; else it
+        waits for them, and its bits do not depend on the clock.
       began: set once what a first call waits for is compiled.
     """
 
@@ -99,7 +101,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._begun: dict[Program, concurrent.futures.Future[Callable]] = {}
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
-        self.beside, self.began = False, threading.Event()
+        self.beside, self.stays_large, self.began = False, False, threading.Event()
         self._whole = _whole(shardings)
         self._gather = jax.jit(lambda tree: tree, out_shardings=self._whole)
 
@@ -206,11 +208,18 @@ class CompiledFunctions(Generic[Params, Cache]):
             for program in [program for program, future in self._begun.items() if future.done()]:
                 self._take(program)
             threads = max(1, int(BESIDE * min(MOST_THREADS, os.cpu_count() or 1)))
-            following = next((p for p in programs if p not in self._compiled and p not in self._begun), None)
+            # Small ones first: with them one decode program is enough for a smaller batch.
+            left = [p for p in programs if p not in self._compiled and p not in self._begun]
+            following = min(left, key=lambda program: program.kind != "compact", default=None)
             if following is None or len(self._begun) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                 return
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(threads)
             self._begun[following] = self._pool.submit(self._finisher(following, params))
+
+    def postponed(self, size: int) -> bool:
+        """Return whether a batch is not to shrink to `size` rows yet."""
+        decodes = any(program.kind == "decode" and program.size == size for program in self._compiled)
+        return self.beside and self.stays_large and not (decodes and Program("compact", size) in self._compiled)
 
     def _take(self, program: Program) -> None:
         """Wait for a program that `begin_next` has begun, and tell of it."""

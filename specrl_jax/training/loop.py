@@ -126,6 +126,9 @@ class _Run:
         self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
         rollout.engine.compiled.beside = True
+        # A controller follows the clock in any case; processes that run in lock-step shrink together.
+        adaptive = self.config.draft.adaptive and rollout.engine.draft_length > 0
+        rollout.engine.compiled.stays_large = adaptive and jax.process_count() == 1
         rollout.announce(self.display.say_engine_program, self.display.say_begun)
         self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
         self.remarks = ""  # on `step`, for its line

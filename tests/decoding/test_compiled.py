@@ -7,6 +7,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from specrl_jax.decoding.compiled import Program
@@ -257,6 +258,20 @@ def test_what_is_wanted_later_is_compiled_beside_the_rollouts_and_who_wants_it_s
     while functions.lacks(wanted):
         functions.begin_next(None, wanted)
     assert told == wanted and not functions.lacks(wanted)
+
+
+@pytest.mark.slow
+def test_a_batch_stays_large_while_the_programs_of_a_smaller_one_compile():
+    """Under a controller, which follows the clock in any case."""
+    run = toys.toy_engine(EngineConfig(8, 3, 8, 1, sizes=(2,)), Sampling(), (99,))
+    run.compiled.beside = run.compiled.stays_large = True
+    run.compiled.begin_next = lambda *_: None  # still compiling
+    first = run.generate(TARGET, PROMPTS[:8], 1, seed=3, responses=[8, *[2] * 7])
+    assert {chunk.size for chunk in first.chunks} == {8} and run.compiled.postponed(2)
+    run.compiled.compile_all(TARGET)
+    second = run.generate(TARGET, PROMPTS[:8], 1, seed=3, responses=[8, *[2] * 7])
+    assert {chunk.size for chunk in second.chunks} == {8, 2} and not run.compiled.postponed(2)
+    np.testing.assert_array_equal(first.tokens, second.tokens)
 
 
 @pytest.mark.slow
