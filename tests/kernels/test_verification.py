@@ -700,3 +700,31 @@ def test_a_row_with_a_sampling_of_its_own_is_verified_as_a_batch_that_has_it(kin
             np.testing.assert_array_equal(together.tokens[row, :count], alone.tokens[row, :count])
             found, expected = together.logprobs[row, :count], alone.logprobs[row, :count]
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if kernels else 0)
+
+
+# --- what a seed draws does not change from version to version
+
+# Emitted at commit 2d100f0.
+RECORDED = [
+    (Sampling(), [[303, 471, 96, 346], [312, 14, 335], [547], [98, 325, 239, 324], [103], [585]]),
+    (Sampling(rule="block"), [[303, 471, 96, 346], [312, 14, 335], [547], [98, 106], [430, 331, 504, 546], [585]]),
+    (Sampling(rule="coupled"), [[303, 482], [312, 574], [301, 494], [270], [584], [72]]),
+    (Sampling(0.7, 20, 0.9), [[303, 471, 445], [312, 14, 180], [547], [324], [513], [585]]),
+    (Sampling(0.0), [[303, 471, 524], [312, 574], [301, 60], [270], [513], [585]]),
+]
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["one sampling", "by row"])
+@pytest.mark.parametrize(
+    ("sampling", "recorded"), RECORDED, ids=["rejection", "block", "coupled", "truncated", "greedy"]
+)
+def test_a_seed_draws_what_it_drew(sampling, recorded, by_row):
+    rng, (B, k, V) = np.random.default_rng(11), (6, 3, 600)
+    target = (rng.normal(size=(B, k + 1, V)) * 3).astype(np.float32)
+    draft = target[:, :k] + (rng.normal(size=(B, k, V)) * 0.5).astype(np.float32)
+    drafts = jnp.array((draft + rng.gumbel(size=draft.shape)).argmax(axis=-1), jnp.int32)
+    noise = Noise(jnp.uint32(9), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
+    drafted = Draft(drafts, jnp.array(draft), jnp.arange(B) % 3 == 2)
+    own = own_sampling([sampling] * B) if by_row else None
+    out = verify(VerifyInputs(noise, drafted, jnp.array(target), own), sampling)
+    assert [row[: n + 1] for row, n in zip(out.tokens.tolist(), out.num_accepted.tolist())] == recorded
