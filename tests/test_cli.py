@@ -601,4 +601,5 @@ def test_a_good_run_as_a_process_prints_a_line_a_step_and_a_table_and_nothing_on
         "rollouts",
         "accepted tokens",
         "time of a step",
+        "a plain step",
     ]

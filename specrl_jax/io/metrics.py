@@ -99,3 +99,14 @@ def read_metrics(workdir: str) -> list[Row]:
         check(MetricsRow, row, f"{path}:{line}")
         rows.append(row)
     return rows
+
+
+def plain_seconds(row: Row, last: Row) -> float | None:
+    """Return the seconds that a step would take without drafts: rollouts slower by the closing comparison of the
+    `last` row, and no training of the draft. None without one, and where rollouts are generated beside the learner.
+    """
+    generate, speedup = row["time/generate"], last.get("spec/speedup")
+    waited = row.get("time/exposed_generation", generate)
+    if speedup is None or not math.isfinite(speedup) or waited < 0.98 * generate:
+        return None
+    return row["time/total"] - generate - row.get("draft/seconds", 0.0) + generate * speedup

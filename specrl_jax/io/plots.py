@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from specrl_jax.core import PHASES, naming
-from specrl_jax.io.metrics import Row
+from specrl_jax.io.metrics import Row, plain_seconds
 from specrl_jax.io.progress import compiles
 
 # Okabe and Ito's, which colour-blind readers tell apart, with a grey for their green: no red stands beside a green.
@@ -101,10 +101,15 @@ def _phases(axis: plt.Axes, rows: list[Row]) -> None:
     axis.stackplot(edges, [np.repeat([row[f"time/{p}"] for row in rows], 2) for p in PHASES], labels=PHASES)
     # A step that compiles, as the first, would dominate the scale.
     later = [row for row in rows[1:] if not compiles(row)] or rows
-    axis.set_ylim(0, 1.25 * max(row["time/total"] for row in later))
+    plain = [plain_seconds(row, rows[-1]) for row in rows]
+    known = [seconds for seconds in plain if seconds is not None]
+    if len(known) == len(rows):
+        axis.plot(edges, np.repeat(known, 2), "k--", label="plain decoding")
+    tallest = max(max(row["time/total"], plain_seconds(row, rows[-1]) or 0.0) for row in later)
+    axis.set_ylim(0, 1.25 * tallest)
     axis.set_ylabel("seconds")
     axis.set_title("time of a step, by phase (steps that compile, as the first, are cut)")
-    axis.legend(loc="upper right", ncols=len(PHASES), fontsize=7)
+    axis.legend(loc="upper right", ncols=3, fontsize=7)
 
 
 def _acceptance(axis: plt.Axes, rows: list[Row]) -> None:

@@ -7,7 +7,7 @@ import rich.console
 import rich.table
 
 from specrl_jax.core import PHASES
-from specrl_jax.io.metrics import Row
+from specrl_jax.io.metrics import Row, plain_seconds
 from specrl_jax.io.progress import compiles
 
 WIDTH = 100  # columns of a file, for which rich assumes 80
@@ -59,6 +59,9 @@ def _lines(rows: list[Row], steps: list[Row], draft_length: int) -> list[tuple[s
     shares = ", ".join(f"{part} {share}%" for part, share in _shares(timed).items())
     note = "" if clean else ", compiling"
     lines.append(("time of a step", f"{shares} of {_median(timed, 'time/total'):.3g} s{note}"))
+    if plain := [seconds for row in timed if (seconds := plain_seconds(row, last)) is not None]:
+        ratio = float(np.median(plain)) / _median(timed, "time/total")
+        lines.append(("a plain step", f"{np.median(plain):.3g} s: with drafts a step is {ratio:.2f} times as fast"))
     return lines
 
 
