@@ -392,6 +392,9 @@ class InTurn(FixedLength):
     def __init__(self, *lengths):
         super().__init__(iter(lengths * 1000))
 
+    def first(self, size):
+        return 0
+
     def choose(self, size, running, live):
         return Choice(next(self.k), 2)
 

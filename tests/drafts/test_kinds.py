@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.drafters import Text
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts import kinds
@@ -90,6 +91,7 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
             cache=caches,
             rollout_id=jnp.arange(2, dtype=jnp.uint32),
             done=length < 0,
+            sampling=RowSampling(jnp.zeros(2), jnp.zeros(2, jnp.int32), jnp.ones(2)),
             place=functools.partial(Paging, pages),
         )
         return [one.draft(weights, slots, jnp.uint32(0), K)[0] for one in (drafter, likeliest)]
