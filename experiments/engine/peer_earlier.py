@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from specrl_jax.training.draft_models import make_drafter
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
-from specrl_jax.training.shapes import batch_limits
 
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.shapes import batch_limits
 
 
 class Stops(NamedTuple):
