@@ -351,7 +351,10 @@ def test_a_killed_run_ends_like_the_whole_one(run, tmp_path, monkeypatch):
     # Of one policy; the learner is float32.
     first = rows[0]
     assert first["rollout_vs_learner/kl"] < first["rollout_vs_learner/kl_without_replay"] < 0.01
-    assert all(0 < row["rollout_vs_learner/differing_experts"] < 0.5 and row["policy/grad_norm"] > 0 for row in rows)
+    # The policy that drew a text differs near ties only, in none of the few tokens that are compared here.
+    assert first["rollout_vs_learner/differing_experts"] < 0.01
+    assert all(0.01 < row["rollout_vs_learner/differing_experts"] < 0.5 for row in rows[1:])
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
     shutil.copytree(whole, killed)
     for step in (3, 4):
         shutil.rmtree(killed / f"checkpoints/{step}", ignore_errors=True)
