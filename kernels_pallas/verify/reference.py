@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.sampling import draw, truncate, widened
+from kernels_pallas.verify.sampling import draw, draw_rows, truncate, widened
 from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
 
 
@@ -111,9 +111,7 @@ def _plain_draws(noise: Noise, logits: jax.Array, greedy: jax.Array) -> jax.Arra
     """
     positions = noise.position[:, None] + jnp.arange(logits.shape[1])[None]
     uniforms = counter.uniforms(noise.seed, noise.rollout_id[:, None], positions, 0, counter.RESIDUAL)
-    drawn = draw(jax.nn.softmax(logits, axis=-1), uniforms)
-    likeliest = jax.lax.cond(greedy.any(), lambda: jnp.argmax(logits, axis=-1).astype(drawn.dtype), lambda: drawn)
-    return jnp.where(greedy[:, None], likeliest, drawn)
+    return draw_rows(logits, uniforms, greedy)
 
 
 def _coupled_draws(noise: Noise, logits: jax.Array, greedy: jax.Array) -> jax.Array:

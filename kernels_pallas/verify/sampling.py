@@ -96,6 +96,13 @@ def draw(weights: jax.Array, uniforms: tuple[jax.Array, jax.Array]) -> jax.Array
     return tile * TILE + first_above(inside, uniforms[1])
 
 
+def draw_rows(logits: jax.Array, uniforms: tuple[jax.Array, jax.Array], greedy: jax.Array) -> jax.Array:
+    """Draw [B, ...] indices of softmax(logits [B, ..., V]) as `draw` does; of `greedy` rows [B] the likeliest."""
+    drawn = draw(jax.nn.softmax(logits, axis=-1), uniforms)
+    likeliest = jax.lax.cond(greedy.any(), lambda: jnp.argmax(logits, axis=-1).astype(drawn.dtype), lambda: drawn)
+    return jnp.where(jnp.expand_dims(greedy, range(1, drawn.ndim)), likeliest, drawn)
+
+
 def first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Return the first entry with positive weight whose cumulative weight exceeds uniform * total."""
     positive = weights > 0

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kernels_pallas import noise as counter
 from kernels_pallas.attention.types import Table
 from kernels_pallas.verify.op import Draft, Noise
-from kernels_pallas.verify.sampling import draw
+from kernels_pallas.verify.sampling import draw_rows
 from specrl_jax.core import at_least_float32
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, Params, Slots
@@ -92,9 +92,7 @@ def sample_draft(
         index = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     else:
         uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, offset, counter.DRAFT)
-        index = draw(jax.nn.softmax(logits, axis=-1), uniforms)
-        likeliest = jax.lax.cond(greedy.any(), lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: index)
-        index = jnp.where(greedy, likeliest, index)
+        index = draw_rows(logits, uniforms, greedy)
     return index if vocab_map is None else vocab_map[index]
 
 

@@ -104,7 +104,7 @@ class AnnouncedStep(Generic[P, R]):
         lowered = self._step.lower(*args)
         compiled = lowered.compile()
         if self.result is None:
-            self.result = _placed(lowered.out_info, compiled.output_shardings)
+            self.result = placed(lowered.out_info, compiled.output_shardings)
         shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]
         self._programs.on_program(self._name + "".join(shapes), time.perf_counter() - start)
         check_fits(self._phase, compiled)
@@ -116,7 +116,7 @@ class AnnouncedStep(Generic[P, R]):
         return self._step.eval_shape(*args)
 
 
-def _placed(shapes: Any, shardings: Any) -> Any:
+def placed(shapes: Any, shardings: Any) -> Any:
     """Return shapes with shardings, two trees alike."""
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings)
 

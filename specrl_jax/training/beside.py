@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from specrl_jax.errors import InputError
+from specrl_jax.learner.programs import placed
 from specrl_jax.learner.state import RunState
 from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner
@@ -61,11 +62,7 @@ class Beside:
             return
         rows, features = abstract_microbatch(learner)[0], learner.policy_step.gradient.result[1].features
         lowered = learner.read_tables.lower(self._state.policy.base, self._state.vocab_map)
-        tables = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            lowered.out_info,
-            lowered.compile().output_shardings,
-        )
+        tables = placed(lowered.out_info, lowered.compile().output_shardings)
         if not learner.plan.config.draft.online:
             learner.predict_step.prepare(draft.params, tables, features, rows)
             return
