@@ -210,9 +210,9 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     m, rows, S = plan.model, 16 // 4, 12 + 16
     # bfloat16 keys and values of the target's layers and the head's one, split over heads; its hidden state whole.
     token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + m.embed)
-    # Of a token its id, log-prob and draft position; of a row seven numbers and a flag, and two counts for each of
-    # k = 1 drafts.
-    slots = rows * (S * (4 + 4 + 1) + 7 * 4 + 1 + 2 * 4)
+    # Of a token its id, log-prob and draft position; of a row seven numbers, a flag, its temperature, top-k and top-p,
+    # and two counts for each of k = 1 drafts.
+    slots = rows * (S * (4 + 4 + 1) + 7 * 4 + 1 + 3 * 4 + 2 * 4)
     # The pages of one shard, who holds each and which are free; of a row its pages, and how many it holds and shares.
     C, P = plan.limits.shard_pages, plan.limits.columns
     pages = C * (plan.limits.page_tokens * token + 4 + 4) + 4 + rows * (P * 4 + 4 + 4)
@@ -220,7 +220,7 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     assert memory.padding == 0
     # The slots are donated. New is the tally, whole on each device: a flag and a length of all 16 rows, four numbers,
     # the free pages of four shards, whether they were short; and a pointer for each of what comes back.
-    assert memory.results == 16 * 5 + 4 * 4 + 4 * 4 + 1 + 8 * (13 + 6 + m.layers + 2 + 8)
+    assert memory.results == 16 * 5 + 4 * 4 + 4 * 4 + 1 + 8 * (13 + 3 + 6 + m.layers + 2 + 8)
 
 
 @pytest.mark.slow

@@ -404,8 +404,9 @@ def test_what_an_environment_wrote_in_an_answer_is_not_learned(made, tmp_path):
     store = filled(without_generation(used), tmp_path / "features", start)
     assert store[0].tokens[4 : store[0].length].tolist() == encode(text)
     assert store.tokens()[0].tolist() == [token for token, by in zip(encode(text), written) if not by]
-    _, rows = next(batches(used.learner, 0, store))
-    for segments, mask in zip(np.asarray(rows.segments), np.asarray(rows.mask)):
+    parts = [rows for _, rows in next(batches(used.learner, 0, store))]
+    assert parts
+    for segments, mask in (pair for rows in parts for pair in zip(np.asarray(rows.segments), np.asarray(rows.mask))):
         for segment in range(1, segments.max() + 1):
             # Entry t is about token t + 1.
             assert mask[segments == segment].tolist() == [False] * 3 + [not by for by in written] + [False]

@@ -57,7 +57,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, p
         assert_positions_add_up(out)
         assert kind == "cascade" or out.draft_positions.min() == 0
     turns = itertools.cycle(programs)
-    assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns))))
+    assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns), programs[0])))
 
 
 @pytest.mark.slow
