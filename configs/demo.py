@@ -24,14 +24,14 @@ def get_config(arg: str = "") -> ConfigDict:
         c.rollout.max_prompt_tokens = 16
         return c
     c = base()
-    c.steps = 8
+    c.steps = 16
     c.data.task = "walk"
     c.policy.preset = ""
     c.policy.path = "experiments/demo/policy"
     c.rollout.max_prompt_tokens = 16
     c.rollout.max_response_tokens = 92
     c.rollout.num_slots = 1
-    c.grpo.prompts_per_step = 8
+    c.grpo.prompts_per_step = 4
     c.grpo.group_size = 8
     c.grpo.old_logprobs = "rollout"
     c.optimizer.learning_rate = 1e-4
@@ -41,7 +41,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.draft.length = 5
     c.draft.adaptive = False  # one compiled length, and a run repeats to the last bit
     c.draft.learning_rate = 1e-4
+    c.draft.compare_rounds = 8
     c.eval.problems = 64
     c.eval.every = 0
+    c.eval.greedy = False
     c.checkpoint.keep = 1
     return c

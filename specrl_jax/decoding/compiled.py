@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specrl_jax.core import stand_in
+from specrl_jax.core import compiler_options, stand_in
 from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.extend import Extension, extend
 from specrl_jax.decoding.functions import EngineFunctions
@@ -70,7 +70,7 @@ class CompiledFunctions(Generic[Params, Cache]):
       beside: whether calls begin before all that they may want is compiled.
       stays_large: whether a batch stays as it is while the programs of a smaller one compile, where `beside`; else it
         waits for them, and its bits do not depend on the clock.
-      began: set once what a first call waits for is compiled.
+      spare: set once a first call leaves a thread of `compile_all` free.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._begun: dict[Program, concurrent.futures.Future[Callable]] = {}
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
-        self.beside, self.stays_large, self.began = False, False, threading.Event()
+        self.beside, self.stays_large, self.spare = False, False, threading.Event()
         self._whole = _whole(shardings)
         self._gather = jax.jit(lambda tree: tree, out_shardings=self._whole)
 
@@ -154,7 +154,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         """
         with self._lock:
             self._compile_all(params, on_program, self.all() if programs is None else programs)
-        self.began.set()
+        self.spare.set()
 
     def _compile_all(
         self, params: Params, on_program: Callable[[Program, float], None], programs: Collection[Program]
@@ -178,6 +178,8 @@ class CompiledFunctions(Generic[Params, Cache]):
                     while len(running) > threads:
                         finish_oldest()
                 while running:
+                    if sum(not future.done() for future in running.values()) < threads:
+                        self.spare.set()
                     finish_oldest()
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -191,7 +193,7 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         def finish() -> Callable:
             start = time.perf_counter()
-            compiled = lowered.compile() if lowered else self.describe(program, params)[0]
+            compiled = lowered.compile(compiler_options()) if lowered else self.describe(program, params)[0]
             self.seconds[program] = traced + time.perf_counter() - start
             return compiled
 

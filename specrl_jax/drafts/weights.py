@@ -17,7 +17,7 @@ class Weights(NamedTuple):
     policy: Params
     draft: Params  # empty for a draft without weights; of a twin those that the policy has in more bits
     vocab_map: jax.Array | None  # [Vd] int32, target id of each draft id; None = the same ids
-    checksum: jax.Array  # [] uint32, of every bit of the above
+    checksum: jax.Array  # [] uint32, of every bit of what the above were made of, in their dtype, and of `vocab_map`
 
 
 class Caches(NamedTuple, Generic[Cache]):

@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from specrl_jax.core import Jitted
+from specrl_jax.core import Jitted, compiler_options
 from specrl_jax.data.rows import Rows
 from specrl_jax.io.memory import check_fits
 from specrl_jax.learner.microbatches import Metrics, PerRow, State, Update
@@ -53,7 +53,7 @@ class AnnouncedStep(Generic[P, R]):
     """A jitted step of the learner. Raises InputError where a program needs more of a host's memory than is free.
 
     Args:
-      then: called with the result of a call that compiled.
+      then: called with `result` once it is known.
 
     Attributes:
       result: of the first program, as shapes with shardings, once it is compiled.
@@ -65,32 +65,32 @@ class AnnouncedStep(Generic[P, R]):
         name: str,
         phase: str,
         step: Jitted[P, R],
-        then: Callable[[R], object] = lambda result: None,
+        then: Callable[[Any], object] = lambda result: None,
     ) -> None:
         self._programs, self._name, self._phase, self._step, self._then = programs, name, phase, step, then
-        self._known: set[tuple[tuple[int, ...], ...]] = set()
+        # By the shapes of the arguments.
+        self._compiled: dict[tuple[tuple[int, ...], ...], Callable[..., R]] = {}
         self._lock = threading.Lock()  # another thread may compile beside the first rollouts
         self.result: Any = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        compiled = self.prepare(*args)
-        result = self._step(*args, **kwargs)
-        if compiled:
-            self._then(result)
-        return result
+        assert not kwargs, "a compiled program takes its arguments in order"
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._step(*args, **kwargs)
+        # The program itself: jit would compile anew for arguments that differ in more than their shapes.
+        return self.prepare(*args)(*args)
 
-    def prepare(self, *args: object) -> bool:
-        """Compile for these arguments, unless that was done; return whether it was not."""
-        leaves = jax.tree.leaves(args)
-        shapes = tuple(np.shape(x) for x in leaves)
-        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    def prepare(self, *args: object) -> Callable[..., R]:
+        """Return the program for arguments of these shapes; compile it unless that was done."""
         with self._lock:
-            if shapes in self._known or traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-                return False
-            for alike in [args, *self._other_lengths(args)]:
-                self._compile(alike)
-                self._known.add(tuple(np.shape(x) for x in jax.tree.leaves(alike)))
-            return True
+            if (wanted := _shapes(args)) not in self._compiled:
+                first = not self._compiled
+                for alike in [args, *self._other_lengths(args)]:
+                    self._compiled[_shapes(alike)] = self._compile(alike)
+                if first:
+                    self._then(self.result)
+            return self._compiled[wanted]
 
     def _other_lengths(self, args: tuple[object, ...]) -> list[tuple[object, ...]]:
         """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""
@@ -98,22 +98,26 @@ class AnnouncedStep(Generic[P, R]):
         pairs = [(rows, other) for rows in shapes if rows in of_args for other in shapes if other != rows]
         return [tuple(_resized(x, *pair) for x in args) for pair in pairs]
 
-    def _compile(self, args: tuple[object, ...]) -> None:
-        """Compile for these arguments; a call with such finds the program in jax's cache."""
+    def _compile(self, args: tuple[object, ...]) -> Callable[..., R]:
         start = time.perf_counter()
         lowered = self._step.lower(*args)
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options())
         if self.result is None:
             self.result = placed(lowered.out_info, compiled.output_shardings)
         shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]
         self._programs.on_program(self._name + "".join(shapes), time.perf_counter() - start)
         check_fits(self._phase, compiled)
+        return compiled
 
     def lower(self, *args: object) -> jax.stages.Lowered:
         return self._step.lower(*args)
 
     def eval_shape(self, *args: object) -> R:
         return self._step.eval_shape(*args)
+
+
+def _shapes(args: tuple[object, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(np.shape(x) for x in jax.tree.leaves(args))
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from specrl_jax.config import Config
 from specrl_jax.distributed import is_first_process, refused_together
 from specrl_jax.io.metrics import Row, read_metrics
-from specrl_jax.io.plots import plot_run
 from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
@@ -28,6 +27,8 @@ def run(config: Config, workdir: str, changed_files: bool = False) -> None:
     for _ in train(config, workdir, stop_on_signal(), changed_files=changed_files):
         pass
     if is_first_process():
+        from specrl_jax.io.plots import plot_run  # matplotlib takes most of a second to import
+
         rows = read_metrics(workdir)
         print_report(rows, config.draft.length, plot_run(rows, workdir))
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from specrl_jax.errors import InputError
-from specrl_jax.learner.programs import placed
 from specrl_jax.learner.state import RunState
 from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner
@@ -15,16 +14,16 @@ from specrl_jax.training.shapes import abstract_microbatch
 
 
 class Beside:
-    """A thread that compiles what the first step of a run will need, once its engine's programs are there.
+    """A thread that compiles what the first step of a run will need, once its engine's programs leave it a core.
 
-    The step reads them from the compile cache. A program that takes too much memory is left for it, and it says so.
+    A program that takes too much memory is left for the step, and it says so.
     """
 
     def __init__(self, learner: Learner, state: RunState, ready: threading.Event) -> None:
         """
         Args:
           state: of the run, of which the shapes are read.
-          ready: set once the first rollouts are under way.
+          ready: set once it may begin.
         """
         self._learner: Any = learner  # its steps are announced ones
         self._ready, self._ended = ready, threading.Event()
@@ -61,13 +60,13 @@ class Beside:
         if draft is None or self._ended.is_set():
             return
         rows, features = abstract_microbatch(learner)[0], learner.policy_step.gradient.result[1].features
-        lowered = learner.read_tables.lower(self._state.policy.base, self._state.vocab_map)
-        tables = placed(lowered.out_info, lowered.compile().output_shardings)
+        learner.read_tables.prepare(self._state.policy.base, self._state.vocab_map)
+        tables = learner.read_tables.result
         if not learner.plan.config.draft.online:
             learner.predict_step.prepare(draft.params, tables, features, rows)
             return
         step = learner.draft_step
-        counts = step.count.eval_shape(draft, rows)
-        counts = jax.ShapeDtypeStruct(counts.shape, counts.dtype)  # it comes from the host
+        step.count.prepare(draft, rows)
+        counts = jax.ShapeDtypeStruct(step.count.result.shape, step.count.result.dtype)  # it comes from the host
         step.update.gradient.prepare(draft, tables, counts, features, rows)
         step.update.apply.prepare(draft, step.update.gradient.result[0])

@@ -190,7 +190,9 @@ def make_learner(plan: Plan) -> Learner:
         policy_step=update("policy", policy_step),
         unreplayed_step=announced("comparison of experts", "logprob", make_unreplayed_step(forward, partition)),
         feature_step=announced("features", "features", make_feature_step(forward, partition)),
-        read_tables=make_read_tables(plan.model, partition, replays=plan.limits.most_kept > 0),
+        read_tables=announced(
+            "draft tables", "train", make_read_tables(plan.model, partition, plan.limits.most_kept > 0)
+        ),
         draft_step=draft_step
         and DraftStep(announced("draft pairs", "train", draft_step.count), update("draft", draft_step.update)),
         predict_step=predict_step and announced("draft prediction", "train", predict_step),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import distributed
+from specrl_jax.config import Config
 from specrl_jax.core import open_written
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.special import recorded
@@ -134,6 +135,11 @@ def evaluate(
     return Evaluation(problems, samples, scores, rollouts, float(greedy[0][1].correct.mean()) if greedy else None)
 
 
+def greedy_too(config: Config, step: int) -> bool:
+    """Return whether the evaluation after a step has the likeliest answers beside the sampled ones."""
+    return config.eval.greedy and step in (0, config.steps)
+
+
 def evaluation_metrics(
     rollout: Rollout,
     weights: Weights,
@@ -146,15 +152,15 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return eval/* of these weights, and write their responses to evaluations/step_N.jsonl.
 
-    Before the first and after the last step greedy accuracy is measured too, in the same call.
+    Greedy accuracy is measured too, in the same call, where `greedy_too` says so.
 
     Args:
       lengths_for: chooses the draft lengths of an engine.
     """
     config = rollout.plan.config
 
-    clock, both = PhaseClock(display), step in (0, config.steps)
-    engine = rollout.greedy_engine if both else rollout.eval_engine
+    clock = PhaseClock(display)
+    engine = rollout.greedy_engine if greedy_too(config, step) else rollout.eval_engine
     with clock("evaluate"):
         sampled = evaluate(
             *(rollout, engine, weights, problems.evaluation, config.eval.samples, scorer),

@@ -22,7 +22,7 @@ from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.beside import Beside
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.devices import Devices
-from specrl_jax.training.evaluate import evaluation_metrics
+from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
 from specrl_jax.training.generation import NOTHING_AHEAD
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
@@ -141,10 +141,10 @@ class _Run:
 
     def compile_beside(self) -> Beside:
         """Begin to compile the learner's programs."""
-        began = self.rollout.engine.compiled.began
+        spare = self.rollout.engine.compiled.spare
         if self.config.pipeline.workers:
-            began.set()
-        return Beside(self.learner, self.state, began)
+            spare.set()
+        return Beside(self.learner, self.state, spare)
 
     def wait_for_workers(self) -> None:
         """Wait until a worker has compiled its programs; an engine of this process compiles what its calls run."""
@@ -235,7 +235,8 @@ class _Run:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation after a step."""
-        answers, about = len(self.problems.evaluation) * self.config.eval.samples, ""
+        samples, about = self.config.eval.samples + greedy_too(self.config, step), ""
+        answers = len(self.problems.evaluation) * samples
         if self.evaluation:
             about = f", about {self.evaluation:.0f} s"
         self.display.say_wait(f"evaluating {answers} answers{about}", self.evaluation)

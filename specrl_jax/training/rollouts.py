@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.verify.op import RowSampling, SamplingMask, Verified, VerifyInputs, verify
-from specrl_jax.core import Params, stand_in
+from specrl_jax.core import Params, compiler_options, stand_in
 from specrl_jax.data.tokenizers import Ends, Tokenizer
 from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.drafters import Drafter
@@ -97,14 +97,16 @@ def make_prepare(
                 # Gathered once and then turned; XLA would gather it as embedding and again as unembedding.
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
                 policy = {**policy, "embed": jax.lax.optimization_barrier(embed)}
+            # Of stacked arrays, since XLA for CPUs compiles a sum of every layer's for longer than all the rest.
+            rounded = jax.tree.map(lambda w: w.astype(config.dtype), (policy, params))
             if derived:
                 own = derived.make(policy, config.dtype)
             else:
                 own = draft.inference_params(params, config.dtype) if draft and params else {}
             policy = qwen3.inference_params(policy, model, config.dtype, config.quantize)
-            return Weights(policy, own, vocab_map, checksum((policy, own, vocab_map)))
+            return Weights(policy, own, vocab_map, checksum((rounded, vocab_map)))
 
-        return jax.jit(prepare, out_shardings=out)
+        return jax.jit(prepare, out_shardings=out, compiler_options=compiler_options())
 
     if learner.mesh == partition.mesh:
         return program(shardings(partition))

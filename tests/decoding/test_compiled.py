@@ -132,7 +132,7 @@ def test_in_a_training_run_a_call_waits_for_what_its_first_chunk_runs(rollouts):
     run.compiled.on_program = lambda program, seconds: told.append(program)
     found = run.generate(TARGET, PROMPTS[:1], rollouts, seed=3)
     assert begun[0] == run.compiled.first(rollouts, 3) and told[: len(begun[0])] == begun[0]
-    assert sum(program.kind == "decode" for program in begun[0]) == 1 and run.compiled.began.is_set()
+    assert sum(program.kind == "decode" for program in begun[0]) == 1 and run.compiled.spare.is_set()
     assert {chunk.size for chunk in found.chunks} <= {p.size for p in told if p.kind == "decode"}
 
 
@@ -158,7 +158,7 @@ class Waits:
     def __init__(self, both):
         self.both = both
 
-    def compile(self):
+    def compile(self, options):
         self.both.wait(timeout=60)
         return self
 

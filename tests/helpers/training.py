@@ -41,6 +41,19 @@ class Run(NamedTuple):
         return self.learner.plan
 
 
+class Changed:
+    """A step of the learner that is called through another function, and compiled as it was."""
+
+    def __init__(self, step, call):
+        self._step, self._call = step, call
+
+    def __call__(self, *args):
+        return self._call(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
+
+
 def changed(config, **changes):
     """Set section__key=value in a ConfigDict, and return it."""
     for path, value in changes.items():

@@ -16,8 +16,8 @@ from specrl_jax.dry_run.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
-from specrl_jax.models.qwen3 import network
 from specrl_jax.models.layers import Yarn, count_params
+from specrl_jax.models.qwen3 import network
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.interpreted import GPU
 from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions

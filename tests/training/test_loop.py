@@ -30,7 +30,7 @@ from specrl_jax.training.update import score
 from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
-from tests.helpers.training import StopAfter, lower_case, make_run, samples, saved, train, untimed, with_config
+from tests.helpers.training import Changed, StopAfter, lower_case, make_run, samples, saved, train, untimed, with_config
 
 ROLLOUTS = 16  # of a step: 4 prompts x 4 answers
 STEPS = 6
@@ -306,7 +306,7 @@ def test_a_draft_that_learns_every_other_step_is_asked_in_between(toy, whole, tm
 
     def recorded(name):
         step = getattr(toy.learner, name)
-        return lambda *inputs: (ran.append(name), step(*inputs))[1]
+        return Changed(step, lambda *inputs: (ran.append(name), step(*inputs))[1])
 
     steps = {name: recorded(name) for name in ("draft_step", "predict_step")}
     run = run._replace(learner=dataclasses.replace(run.learner, **steps))
@@ -462,8 +462,7 @@ def test_a_policy_that_is_not_finite_is_not_saved(toy, whole, tmp_path):
             policy = dataclasses.replace(policy, params={**policy.params, "embed": embed})
         return policy, metrics
 
-    poisoned.prepare = real.apply.prepare
-    step = dataclasses.replace(real, apply=poisoned)
+    step = dataclasses.replace(real, apply=Changed(real.apply, poisoned))
     broken = toy._replace(learner=dataclasses.replace(toy.learner, policy_step=step))
     says = (
         "step 4: policy/params/embed has a value that is not finite; .* is step 2; the same command goes on from there"

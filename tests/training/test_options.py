@@ -18,7 +18,7 @@ from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params
 from tests.helpers.rewards import FunctionScorer
-from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
+from tests.helpers.training import Changed, StopAfter, lower_case, make_run, saved, train, untimed, with_config
 
 STEPS = 4
 EVERYTHING = {
@@ -121,13 +121,14 @@ class Poisoned:
 
     def __init__(self, step, updates):
         self.step, self.updates, self.count, self.add = step, updates, 1, step.add
+        self.gradient, self.apply = Changed(step.gradient, self._gradient), Changed(step.apply, self._apply)
 
-    def gradient(self, policy, rows, inputs):
+    def _gradient(self, policy, rows, inputs):
         if self.count in self.updates:
             inputs = inputs.replace(advantages=np.full_like(inputs.advantages, np.nan))
         return self.step.gradient(policy, rows, inputs)
 
-    def apply(self, policy, sums):
+    def _apply(self, policy, sums):
         self.count += 1
         return self.step.apply(policy, sums)
 
