@@ -1,7 +1,9 @@
 """The learner's programs, compiled beside the first rollouts: else the first update would wait for them."""
 
 import contextlib
+import os
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,11 +12,13 @@ from specrl_jax.errors import InputError
 from specrl_jax.learner.state import RunState
 from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner
-from specrl_jax.training.shapes import abstract_microbatch
+from specrl_jax.training.shapes import abstract_microbatch, placed_by_row
+
+ENOUGH_CORES = 4  # for the draft's programs beside the policy's
 
 
 class Beside:
-    """A thread that compiles what the first step of a run will need, once its engine's programs leave it a core.
+    """Threads that compile what the first step of a run will need, once its engine's programs leave them a core.
 
     A program that takes too much memory is left for the step, and it says so.
     """
@@ -23,24 +27,29 @@ class Beside:
         """
         Args:
           state: of the run, of which the shapes are read.
-          ready: set once it may begin.
+          ready: set once they may begin.
         """
         self._learner: Any = learner  # its steps are announced ones
         self._ready, self._ended = ready, threading.Event()
         self._state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        self._thread = threading.Thread(target=self._compile)
-        self._thread.start()
+        policy, draft = [self._logprobs, self._policy], [self._draft]
+        # Of few cores the rollouts need one.
+        jobs = [policy, draft] if (os.cpu_count() or 1) >= ENOUGH_CORES else [policy + draft]
+        self._threads = [threading.Thread(target=self._compile, args=(job,)) for job in jobs]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Begin no other program, and wait for the one under way."""
         self._ended.set()
         self._ready.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _compile(self) -> None:
+    def _compile(self, steps: Sequence[Callable[[], None]]) -> None:
         self._ready.wait()
         with contextlib.suppress(InputError):
-            for step in (self._logprobs, self._policy, self._draft):
+            for step in steps:
                 if self._ended.is_set():
                     return
                 step()
@@ -57,9 +66,11 @@ class Beside:
 
     def _draft(self) -> None:
         learner, draft = self._learner, self._state.draft
-        if draft is None or self._ended.is_set():
+        if draft is None:
             return
-        rows, features = abstract_microbatch(learner)[0], learner.policy_step.gradient.result[1].features
+        rows, inputs = abstract_microbatch(learner)
+        outputs = learner.policy_step.gradient.eval_shape(self._state.policy, rows, inputs)[1]
+        features = placed_by_row(learner, outputs.features)
         learner.read_tables.prepare(self._state.policy.base, self._state.vocab_map)
         tables = learner.read_tables.result
         if not learner.plan.config.draft.online:

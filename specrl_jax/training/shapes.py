@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from specrl_jax.core import stand_in
+from specrl_jax.core import Tree, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.models.qwen3.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
@@ -29,6 +29,12 @@ def abstract_microbatch(learner: Learner) -> tuple[Rows, LossInputs]:
 
 def rows_sharding(learner: Learner) -> NamedSharding:
     return learner.plan.learner_partition.sharding(("batch", "sequence"))
+
+
+def placed_by_row(learner: Learner, tree: Tree) -> Tree:
+    """Return shapes of arrays [B, T, ...] with the sharding of a microbatch's rows."""
+    place = rows_sharding(learner)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
 def abstract_rows(learner: Learner) -> Rows:
