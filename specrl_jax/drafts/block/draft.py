@@ -1,6 +1,7 @@
 """Draft a block of tokens in one pass over the policy's features, with or without a Markov head."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,34 @@ class BlockDraft:
         checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "partition"))
+def drafted_layer(
+    x: jax.Array,
+    w: Params,
+    pages: jax.Array,
+    *,
+    angles: network.Angles,
+    paging: kv.Paging,
+    last: jax.Array,
+    config: network.BlockConfig,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply a layer to the slots x [B, Q, D] over its pages; return both. Jitted: all layers are traced once.
+
+    Args:
+      last: [B, Q], the position up to which a slot attends.
+    """
+    written = pages
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        nonlocal written
+        out, written = kv.attend_up_to(q, k, v, pages, paging, last, partition)
+        return out
+
+    x = network.hidden_states([w], config, x, angles, [attend])
+    return x, written
+
+
 def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens with one pass over a whole block, however few of them are wanted.
 
@@ -176,21 +205,21 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         """Return what the lm_head reads [B, k, D] of the blocks behind anchor [B], and the cache."""
         x = params.policy["embed"][network.slot_tokens(c, anchor)].astype(config.dtype)
         positions = slots.length[:, None] - 1 + jnp.arange(c.slots)[None]
-        paging, written = slots.place(positions), list[jax.Array]()
         # No slot reads beyond the row's limit, where nothing is written.
         last = slots.place(jnp.broadcast_to(jnp.minimum(positions[:, -1:], slots.limit[:, None] - 1), positions.shape))
-
-        def attention(pages: jax.Array) -> network.AttendBlock:
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                out, new = kv.attend_up_to(q, k, v, pages, paging, last.positions, config.partition)
-                written.append(new)
-                return out
-
-            return attend
-
-        layers, angles = list(branches(params.draft, "layers")), c.angles(positions)
         x = config.partition.constrain(x, "batch", None, None)
-        x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in slots.cache.draft])
+        layer = functools.partial(
+            drafted_layer,
+            angles=c.angles(positions),
+            paging=slots.place(positions),
+            last=last.positions,
+            config=c,
+            partition=config.partition,
+        )
+        written = list[jax.Array]()
+        for w, pages in zip(branches(params.draft, "layers"), slots.cache.draft, strict=True):
+            x, new = layer(x, w, pages)
+            written.append(new)
         x = rms_norm(x, params.draft["final_norm"], c.norm_epsilon)
         return x[:, c.unused : c.unused + k], tuple(written)
 

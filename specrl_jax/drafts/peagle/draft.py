@@ -1,6 +1,7 @@
 """Draft with a P-EAGLE draft: a few layers over EAGLE-3's pairs that draft k tokens in one pass."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, Draf
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.peagle import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import committed_pairs
-from specrl_jax.drafts.recurrent.network import Attend
+from specrl_jax.drafts.recurrent.network import Angles, Attend
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
@@ -121,6 +122,33 @@ class PEagleDraft:
         checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
 
 
+def _attention(pages: list[jax.Array], i: int, places: kv.Paging, partition: Partitioner) -> Attend:
+    """Return attention over pages[i], which it replaces by those with the new keys and values."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out, pages[i] = kv.attend(q, k, v, pages[i], places, partition)
+        return out
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("config", "partition"))
+def deeper_layer(
+    w: Params,
+    x: jax.Array,
+    angles: Angles,
+    pages: jax.Array,
+    *,
+    places: kv.Paging,
+    config: network.PEagleConfig,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply a layer but the first to x [B, Q, D] over its pages; return both. Jitted: they are traced once."""
+    written = [pages]
+    x = network.deeper_layer(w, config, x, angles, _attention(written, 0, places, partition))
+    return x, written[0]
+
+
 def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens with one pass over the last k + 1 committed pairs and k - 1 mask slots.
 
@@ -137,18 +165,12 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
         params: Weights, hidden: jax.Array, embedded: jax.Array, places: kv.Paging, cache: PairsCache
     ) -> tuple[jax.Array, PairsCache]:
         """Apply the layers to pairs and slots [B, Q], each attending up to its own place; return a [B, Q, D]."""
-        written = list[jax.Array]()
-
-        def attention(pages: jax.Array) -> Attend:
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                out, new = kv.attend(q, k, v, pages, places, config.partition)
-                written.append(new)
-                return out
-
-            return attend
-
-        angles = c.angles(places.positions)
-        a = network.hidden_states(params.draft, c, hidden, embedded, angles, [attention(x) for x in cache.layers])
+        angles, written = c.angles(places.positions), list(cache.layers)
+        attend = _attention(written, 0, places, config.partition)
+        a = eagle3.layer(params.draft, c, hidden, embedded, angles, attend)
+        deeper = functools.partial(deeper_layer, places=places, config=c, partition=config.partition)
+        for i, w in enumerate(network.deeper_layers(params.draft, c), start=1):
+            a, written[i] = deeper(w, a, angles, written[i])
         return config.partition.constrain(a, "batch", None, None), cache._replace(layers=tuple(written))
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[PairsCache]]:

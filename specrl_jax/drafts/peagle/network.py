@@ -128,12 +128,18 @@ def hidden_states(
 ) -> jax.Array:
     """Apply the layers, each with its attention, to pairs and slots; hidden, embedded and the result are [B, Q, D]."""
     a = eagle3.layer(params, config, hidden, embedded, angles, attends[0])
-    for i, attend in enumerate(attends[1:], start=1):
-        a = _llama_layer(branch(params, _name(i)), config, a, angles, attend)
+    for w, attend in zip(deeper_layers(params, config), attends[1:], strict=True):
+        a = deeper_layer(w, config, a, angles, attend)
     return a
 
 
-def _llama_layer(w: Params, config: PEagleConfig, x: jax.Array, angles: Angles, attend: Attend) -> jax.Array:
+def deeper_layers(params: Params, config: PEagleConfig) -> list[Params]:
+    """Return the weights of all layers but the first."""
+    return [branch(params, _name(i)) for i in range(1, config.layers)]
+
+
+def deeper_layer(w: Params, config: PEagleConfig, x: jax.Array, angles: Angles, attend: Attend) -> jax.Array:
+    """Apply a layer but the first to x [B, Q, D]."""
     z = rms_norm(x, w["attention_norm"], config.norm_epsilon)
     q, k, v = (einsum("BTD,DNH->BTNH", z, w[name]) for name in "qkv")
     x = x + project_heads(attend(rotate(q, angles), rotate(k, angles), v), w["o"])
