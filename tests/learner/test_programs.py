@@ -98,8 +98,8 @@ def test_the_first_step_runs_what_was_compiled_beside_the_rollouts(case):
     assert announced
     announced.clear()
     drawn = training_batch(learner.plan.config, CASES[case][0], 0)
-    batch = learner_batch(drawn, 0, learner.packing, learner.tells_drawn)
-    update(learner, state, batch.rows, compute_loss_inputs(learner, state, batch), True)
+    batch = learner_batch(drawn, 0, learner.packing, drawn=learner.tells_drawn)
+    update(learner, state, batch.rows, inputs=compute_loss_inputs(learner, state, batch), train_draft=True)
     assert not announced
 
 
@@ -111,8 +111,10 @@ def test_nothing_compiles_after_the_first_step(case):
     with counted() as compiled:
         for step, share in enumerate(LONGEST):
             drawn = training_batch(learner.plan.config, int(share * limit), step)
-            batch = learner_batch(drawn, 0, learner.packing, learner.tells_drawn)
-            state, updates = update(learner, state, batch.rows, compute_loss_inputs(learner, state, batch), True)
+            batch = learner_batch(drawn, 0, learner.packing, drawn=learner.tells_drawn)
+            state, updates = update(
+                learner, state, batch.rows, inputs=compute_loss_inputs(learner, state, batch), train_draft=True
+            )
             shapes.append(batch.rows.tokens.shape)
             if step == 0:
                 assert compiled and len(announced) == len(set(announced))

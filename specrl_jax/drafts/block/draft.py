@@ -49,7 +49,9 @@ def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMeth
         if vocab_size not in (0, config.draft_vocab):
             raise InputError(f"draft.vocab_size={vocab_size}, the drafter {path} has {config.draft_vocab}; leave 0")
     else:
-        config = network.block_config(target, options.slots, options.layers, vocab_size or target.vocab, markov)
+        config = network.block_config(
+            target, options.slots, options.layers, draft_vocab=vocab_size or target.vocab, markov=markov
+        )
     draft = BlockDraft(config, _dialect(options, config))
     return DraftMethod(draft.drafter, draft)
 
@@ -107,20 +109,20 @@ class BlockDraft:
         return network.inference_params(params, dtype)
 
     def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
-        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape)
+        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape=shape)
 
     def cache_axes(self) -> kv.KVCache:
         return (stand_in(kv.PAGE_AXES),) * self.config.layers
 
     def update_cache(
-        self, params: Params, cache: kv.KVCache, paging: kv.Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: kv.KVCache, paging: kv.Paging, *, out: Output, partition: Partitioner
     ) -> kv.KVCache:
         assert out.aux is not None, "the forward was asked for aux_layers"
         c, angles = network.context(params, self.config, out.aux), self.config.angles(paging.positions)
         written = []
         for pages, w in zip(cache, branches(params, "layers"), strict=True):
-            k, v = network.keys_values(w, self.config, c, angles)
-            written.append(kv.write(pages, k, v, paging, partition))
+            k, v = network.keys_values(w, self.config, c, angles=angles)
+            written.append(kv.write(pages, k, v, paging=paging, partition=partition))
         return tuple(written)
 
     def drafter(self, config: DrafterConfig) -> Drafter:
@@ -129,8 +131,17 @@ class BlockDraft:
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         rows, aux, tables = inputs.rows, inputs.aux, inputs.tables
         assert aux is not None, "the forward was asked for aux_layers"
-        text = (tables.embed, rows.tokens, rows.positions, rows.segments)
-        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps, inputs.anchors)
+        outputs = network.unrolled(
+            params,
+            self.config,
+            aux.astype(inputs.dtype),
+            embed=tables.embed,
+            tokens=rows.tokens,
+            positions=rows.positions,
+            segments=rows.segments,
+            steps=inputs.steps,
+            anchors=inputs.anchors,
+        )
         lm_head = params["unembed"] if self.has_vocab_map else tables.lm_head
         if self.config.markov_rank:
             lm_head = jnp.concatenate([lm_head, params["markov_out"].astype(lm_head.dtype)], axis=1)
@@ -147,7 +158,7 @@ class BlockDraft:
         return {**params, **taken, **{name: jnp.zeros_like(params[name]) for name in zeros}}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
 
     def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
         if not self.has_vocab_map:
@@ -155,10 +166,26 @@ class BlockDraft:
         return checkpoint.load_vocab_map(folder, self.config) if folder else np.arange(self.vocab, dtype=np.int32)
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         ids = None if vocab_map is None else np.asarray(vocab_map)
-        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
+        checkpoint.save(
+            folder,
+            params,
+            ids,
+            config=self.config,
+            target=target,
+            dtype=dtype,
+            dialect=self.dialect,
+            verifier=target_path,
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "partition"))
@@ -182,10 +209,10 @@ def drafted_layer(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal written
-        out, written = kv.attend_up_to(q, k, v, pages, paging, last, partition)
+        out, written = kv.attend_up_to(q, k, v, pages=pages, paging=paging, last=last, partition=partition)
         return out
 
-    x = network.hidden_states([w], config, x, angles, [attend])
+    x = network.hidden_states([w], config, x, angles=angles, attends=[attend])
     return x, written
 
 
@@ -234,7 +261,7 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
             latent = params.draft["markov_in"][anchor if token is None else token]
             return scores[:, i] + matmul("BR,VR->BV", latent, params.draft["markov_out"])
 
-        draft = draft_tokens(step, slots, seed, k, params.vocab_map, config)
+        draft = draft_tokens(step, slots, seed, k=k, vocab_map=params.vocab_map, config=config)
         if c.confidence:
             before = jnp.concatenate([anchor[:, None], draft.tokens[:, :-1]], axis=1)
             read = jnp.concatenate([hidden, params.draft["markov_in"][before]], axis=-1) if c.markov_rank else hidden
