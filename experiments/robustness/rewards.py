@@ -239,7 +239,7 @@ def seconds_alone(workers: Workers, rows: Sequence[Row]) -> list[float]:
 def fuzz(count: int, seed: int) -> dict[str, Any]:
     found = cases(count, seed)
     rows = [Row(case.response, case.answer) for case in found]
-    workers = Workers(("math",), LIMIT, WORKERS, 4 * GIB)
+    workers = Workers(("math",), LIMIT, WORKERS, memory=4 * GIB)
     try:
         start = time.perf_counter()
         outcomes = workers.score(rows)

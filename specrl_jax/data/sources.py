@@ -30,7 +30,7 @@ class ProblemStream:
       InputError: for weights that do not match the sources.
     """
 
-    def __init__(self, sources: Sequence[Source], batch_size: int, seed: int, weights: Sequence[float] = ()) -> None:
+    def __init__(self, sources: Sequence[Source], batch_size: int, seed: int, *, weights: Sequence[float] = ()) -> None:
         if weights and len(weights) != len(sources):
             raise InputError(f"data.weights: {len(weights)} weights for {len(sources)} files")
         if not weights and len(sources) > 1:

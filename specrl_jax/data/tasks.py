@@ -154,7 +154,7 @@ class TaskSource:
 
     LENGTH = 2**40  # grain needs a finite length
 
-    def __init__(self, task: str, split: str, seed: int, error_rate: float = 0.0, key: str = "data.task") -> None:
+    def __init__(self, task: str, split: str, seed: int, *, error_rate: float = 0.0, key: str = "data.task") -> None:
         if task not in TASKS:
             raise InputError(f"{key}: no built-in task '{task}'; there are {', '.join(TASKS)}")
         self._task, self._error_rate = TASKS[task], error_rate

@@ -41,6 +41,7 @@ class ActiveBatch(Generic[Params, Cache]):
         engine: EngineParts[Params, Cache],
         params: Params,
         scheduler: Scheduler,
+        *,
         seed: int,
         version: WeightsVersion = NO_VERSION,
     ) -> None:

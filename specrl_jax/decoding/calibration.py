@@ -47,7 +47,7 @@ def calibrate(
     Args:
       after_chunk: called after each chunk; what it raises ends the calibration.
     """
-    throwaway = _Throwaway(engine, params, prompts, samples, seed)
+    throwaway = _Throwaway(engine, params, prompts, samples=samples, seed=seed)
     for size in engine.compiled.sizes:
         if not (unmeasured := lengths.unmeasured(size)):
             continue
@@ -67,6 +67,7 @@ class _Throwaway(Generic[Params, Cache]):
         engine: CalibratedEngine[Params, Cache],
         params: Params,
         prompts: Sequence[Sequence[int]],
+        *,
         samples: int,
         seed: int,
     ) -> None:
@@ -81,7 +82,7 @@ class _Throwaway(Generic[Params, Cache]):
         if self._batch is None or (self._batch.finished and self._batch.scheduler.running < size):
             self._batch = None  # with its cache, before another one is made
             scheduler = Scheduler(*self._requests, 0, None, sampling=self._engine.sampling)
-            self._batch = ActiveBatch(self._engine, self._params, scheduler, self._seed)
+            self._batch = ActiveBatch(self._engine, self._params, scheduler, seed=self._seed)
             self._batch.prepare()
             self._seed += 1
         self._batch.compact_to(size)

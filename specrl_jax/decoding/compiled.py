@@ -78,6 +78,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         functions: EngineFunctions[Params, Cache],
         config: EngineConfig,
         lengths: tuple[int, ...],
+        *,
         shardings: Slots,
         prompt_shardings: Prompts,
     ) -> None:

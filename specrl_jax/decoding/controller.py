@@ -75,6 +75,7 @@ class Controller:
         lengths: Sequence[int],
         sizes: Sequence[int],
         hysteresis: float = 0.03,
+        *,
         probe_budget: float = 0.01,
         memory: float = 2048.0,
         initial_budget: float = 0.3,

@@ -52,13 +52,14 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         engine: EngineParts[Params, Cache],
         params: Params,
         scheduler: Scheduler,
+        *,
         seed: int,
         version: WeightsVersion,
         turns: Turns,
         longest: Sequence[int],
         on_progress: Callable[[int, int], None],
     ) -> None:
-        super().__init__(engine, params, scheduler, seed, version)
+        super().__init__(engine, params, scheduler, seed=seed, version=version)
         self._turns, self._longest, self._on_progress = turns, longest, on_progress
         self._waiting: dict[int, _Waiting] = {}  # by request
         self._written: list[list[slice]] = [[] for _ in range(scheduler.total)]  # of each request, by its environment

@@ -129,9 +129,18 @@ class Engine(Generic[Params, Cache]):
             calibrate(self, params, prompts, samples=samples, lengths=lengths, seed=seed, after_chunk=look)
         batch: ActiveBatch[Params, Cache]
         if turns is None:
-            batch = ActiveBatch(self, params, scheduler, seed, c.version)
+            batch = ActiveBatch(self, params, scheduler, seed=seed, version=c.version)
         else:
-            batch = ConversingBatch(self, params, scheduler, seed, c.version, turns, longest, on_progress)
+            batch = ConversingBatch(
+                self,
+                params,
+                scheduler,
+                seed=seed,
+                version=c.version,
+                turns=turns,
+                longest=longest,
+                on_progress=on_progress,
+            )
         while not (batch.is_finished.all() or c.enough(batch.is_finished)) and batch.prepare():
             on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
             self._decode(batch, lengths)
@@ -183,7 +192,7 @@ class Engine(Generic[Params, Cache]):
             calibrate(
                 self, params, lookahead.prompts, samples=samples, lengths=lengths, seed=seed, after_chunk=lambda: None
             )
-        batch, runs = ActiveBatch(self, params, scheduler, seed), True
+        batch, runs = ActiveBatch(self, params, scheduler, seed=seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
             self.compiled.begin_next(params, wanted)
@@ -293,7 +302,9 @@ def make_engine(
         pad_id=functions.pad_id,
         stops=functions.stops,
         draft_length=longest,
-        compiled=CompiledFunctions(functions, config, lengths or (longest,), shardings, prompt_shardings),
+        compiled=CompiledFunctions(
+            functions, config, lengths or (longest,), shardings=shardings, prompt_shardings=prompt_shardings
+        ),
         sampling=functions.sampling,
         response_tokens=config.max_response_tokens,
         agree=agree,

@@ -83,8 +83,8 @@ def refill(
     params: Params,
     slots: Slots[Cache],
     carried: Prompts,
-    *,
     batch: PrefillBatch,
+    *,
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
 ) -> tuple[Slots[Cache], Prompts]:

@@ -92,7 +92,7 @@ class Display:
     Once `stop` is set, `update_phase` and `say_compiled` raise Stopped: they are called wherever a phase can end early.
     """
 
-    def __init__(self, steps: int, done: int, stop: threading.Event, shown: bool = True) -> None:
+    def __init__(self, steps: int, done: int, stop: threading.Event, *, shown: bool = True) -> None:
         self._raise_once_set = raise_once_set(stop)
         self._steps, self._done, self._pace = steps, done, Pace()
         self.compiling, self._finished = CompileClock(), time.perf_counter()

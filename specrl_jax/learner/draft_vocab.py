@@ -48,7 +48,7 @@ class DraftVocabulary:
       counts: [V] float64, decayed counts of each id in the responses so far; saved in checkpoints.
     """
 
-    def __init__(self, draft: DraftModel, model: qwen3.Qwen3Config, min_coverage: float, new: bool) -> None:
+    def __init__(self, draft: DraftModel, model: qwen3.Qwen3Config, min_coverage: float, *, new: bool) -> None:
         self.counts = np.zeros(model.vocab)
         self._draft, self._model, self._min_coverage, self._new = draft, model, min_coverage, new
 

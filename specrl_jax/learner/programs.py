@@ -36,7 +36,7 @@ class Programs:
 
     def announced(self, name: str, phase: str, step: Jitted[P, R]) -> "AnnouncedStep[P, R]":
         """Return the step, announced as `name`; it runs in `phase`."""
-        return AnnouncedStep(self, name, phase, step)
+        return AnnouncedStep(self, name, phase, step=step)
 
     def announced_update(self, name: str, update: Update[State, PerRow, Metrics]) -> Update[State, PerRow, Metrics]:
         """Return the update of `name`, its programs announced."""
@@ -44,7 +44,7 @@ class Programs:
         apply = self.announced(f"{name} update", "train", update.apply)
         # A first update of one microbatch adds nothing up; a later one may.
         gradient = AnnouncedStep(
-            self, f"{name} gradient", "train", update.gradient, lambda found: add.prepare(found[0], found[0])
+            self, f"{name} gradient", "train", step=update.gradient, then=lambda found: add.prepare(found[0], found[0])
         )
         return Update(gradient, add, apply)
 
@@ -64,6 +64,7 @@ class AnnouncedStep(Generic[P, R]):
         programs: Programs,
         name: str,
         phase: str,
+        *,
         step: Jitted[P, R],
         then: Callable[[Any], object] = lambda result: None,
     ) -> None:

@@ -30,7 +30,7 @@ class Workers:
     """
 
     def __init__(
-        self, names: Sequence[str], timeout: float, count: int, memory: int, code: CodeOptions | None = None
+        self, names: Sequence[str], timeout: float, count: int, *, memory: int, code: CodeOptions | None = None
     ) -> None:
         self.names, self.timeout, self.count, self.memory, self.code = tuple(names), timeout, count, memory, code
         self._calls = threading.RLock()  # one at a time

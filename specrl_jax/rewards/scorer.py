@@ -91,6 +91,7 @@ class Scorer:
         names: tuple[str, ...],
         weights: tuple[float, ...] = (),
         timeout: float = 10.0,
+        *,
         workers: int = 0,
         memory: float = 4.0,
         correct_from: float = 1.0,
@@ -105,7 +106,7 @@ class Scorer:
         self.names, self.correct_from = tuple(names), correct_from
         self.weights = tuple(weights) or (1.0,) * len(names)
         count = workers or min(cores(), MAX_WORKERS)
-        self._workers = Workers(self.names, timeout, count, int(memory * GIB), code)
+        self._workers = Workers(self.names, timeout, count, memory=int(memory * GIB), code=code)
         if missing := [file for file in map(file_of, self.names) if file and not os.path.isfile(file)]:
             raise InputError(f"reward.name: no file '{missing[0]}'")
         if self._has_users() and (problem := self._workers.problem()):
@@ -239,7 +240,9 @@ def make_environment(name: str, seconds: float, workers: int, *, memory: float) 
     check_environment(name)
     if (file := file_of(name)) and not os.path.isfile(file):
         raise InputError(f"environment.name: no file '{file}'")
-    return EnvironmentWorkers(name, label(name), seconds, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
+    return EnvironmentWorkers(
+        name, label(name), seconds, count=workers or min(cores(), MAX_WORKERS), memory=int(memory * GIB)
+    )
 
 
 def check_environment(name: str) -> None:

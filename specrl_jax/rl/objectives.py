@@ -119,7 +119,8 @@ def grpo_loss(
       >>> from specrl_jax import LossInputs, Objective, grpo_loss
       >>> logprobs, entropy, mask = jnp.full((2, 3), -1.0), jnp.ones((2, 3)), jnp.ones((2, 3), bool)
       >>> inputs = LossInputs(None, None, advantages=jnp.array([[1.0], [-0.5]]))
-      >>> found = grpo_loss(logprobs, entropy, inputs, mask, None, Objective(0.2, 0.2, kl_coef=0.0))
+      >>> objective = Objective(0.2, 0.2, kl_coef=0.0)
+      >>> found = grpo_loss(logprobs, entropy, inputs, mask=mask, segments=None, objective=objective)
       >>> float(found.loss.value())
       -0.25
     """

@@ -59,7 +59,7 @@ def pretrain(
     written to log.jsonl in the workdir and beside the weights.
     """
     config, model = learner.plan.config, learner.plan.model
-    source = TaskSource(config.data.task, "train", config.seed, config.pretrain.error_rate)
+    source = TaskSource(config.data.task, "train", config.seed, error_rate=config.pretrain.error_rate)
     stream = ProblemStream([source], config.pretrain.batch_size, config.seed)
     state = initial_state(learner).policy
     step_fn = make_pretrain_step(learner.forward, learner.optimizer, learner.plan.learner_partition)

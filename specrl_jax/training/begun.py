@@ -65,6 +65,7 @@ class Begun:
         upcoming: Upcoming,
         encode: Callable[[str], list[int]],
         grpo: GRPOConfig,
+        *,
         lag: int,
         last: int,
         groups: ProcessGroups,

@@ -312,7 +312,16 @@ def make_scorer(config: Config, first: Sequence[Row], own: Sequence[OwnAnswer] =
     r, e = config.reward, config.environment
     code = _code_options(r) if CODE in r.names else None
     environment = make_environment(e.name, e.seconds, e.workers, memory=r.memory)
-    scorer = Scorer(r.names, r.weights, r.timeout, r.workers, r.memory, r.correct_from, code, environment)
+    scorer = Scorer(
+        r.names,
+        r.weights,
+        r.timeout,
+        workers=r.workers,
+        memory=r.memory,
+        correct_from=r.correct_from,
+        code=code,
+        environment=environment,
+    )
     try:
         scorer.try_rows(first)
         scorer.require_own(own)

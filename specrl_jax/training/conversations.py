@@ -60,6 +60,7 @@ class Conversations:
         workers: EnvironmentWorkers,
         config: EnvironmentConfig,
         tokenizer: Tokenizer,
+        *,
         format: TurnFormat,
         problems: Sequence[Problem],
         opened: Sequence[Problem],
@@ -255,8 +256,18 @@ def begin_conversations(
                     said = f"the first messages of the row {problems[place].prompt[:60]!r}: {error}"
                     failed[place] = Outcome((), failure="error", detail=said)
         waiting()
-    shared = workers, config.environment, tokenizer, format
-    return opened, Conversations(*shared, problems, opened, failed, seeds, samples)
+    conversations = Conversations(
+        workers,
+        config.environment,
+        tokenizer,
+        format=format,
+        problems=problems,
+        opened=opened,
+        failed=failed,
+        seeds=seeds,
+        samples=samples,
+    )
+    return opened, conversations
 
 
 def _begun(

@@ -88,6 +88,7 @@ class Generation:
         rollout: Rollout,
         stream: ProblemStream,
         scorer: Scorer,
+        *,
         speculation: Speculation,
         on_progress: Callable[[int, int], None],
         left: Left = NOTHING_LEFT,
@@ -104,8 +105,16 @@ class Generation:
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
         self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
-        later = self._upcoming, rollout.tokenizer.encode, self._grpo, config.pipeline.lag, config.steps, self._groups
-        self._begun = Begun(*later) if exact else None
+        self._begun: Begun | None = None
+        if exact:
+            self._begun = Begun(
+                self._upcoming,
+                rollout.tokenizer.encode,
+                self._grpo,
+                lag=config.pipeline.lag,
+                last=config.steps,
+                groups=self._groups,
+            )
 
     def draw(self) -> list[Problem]:
         """Return the problems that the next step begins with, which all processes draw alike."""

@@ -27,7 +27,7 @@ class WeightUpdate(Checked):
 class WeightUpdates:
     """Chooses, chunk by chunk, the weights of the rollouts under way."""
 
-    def __init__(self, workdir: str, repeat: str, first: int, agree: Callable[[int], tuple[int, ...]]) -> None:
+    def __init__(self, workdir: str, repeat: str, first: int, *, agree: Callable[[int], tuple[int, ...]]) -> None:
         """
         Args:
           repeat: workdir of a run whose updates are repeated; "": the newest weights are taken.

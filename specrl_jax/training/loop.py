@@ -60,7 +60,16 @@ def training_steps(
         written, or no checkpoint is whole; says what is kept.
     """
     scorer.start()
-    run = _Run(learner, rollout, problems, scorer, workdir, stop, trackers or Trackers(), evaluates)
+    run = _Run(
+        learner,
+        rollout,
+        problems,
+        scorer=scorer,
+        workdir=workdir,
+        stop=stop,
+        trackers=trackers or Trackers(),
+        evaluates=evaluates,
+    )
     with run.display, contextlib.ExitStack() as ending:
         try:
             with distributed.leave_with_others():
@@ -96,6 +105,7 @@ class _Run:
         learner: Learner,
         rollout: Rollout,
         problems: Problems,
+        *,
         scorer: Scorer,
         workdir: str,
         stop: threading.Event,
@@ -121,7 +131,7 @@ class _Run:
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
         kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
         self.performance, self.devices = make_performance(learner), Devices()
-        self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
+        self.display = Display(self.config.steps, self.step, stop, shown=distributed.is_first_process())
         trackers.say = self.display.say
         self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
@@ -132,7 +142,7 @@ class _Run:
         rollout.announce(self.display.say_engine_program, self.display.say_begun)
         self.evaluation, self.generation = 0.0, 0.0  # seconds of the last one, without those of compiling
         self.remarks = ""  # on `step`, for its line
-        self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
+        self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, say=self.display.say)
 
     @property
     def compares(self) -> bool:

@@ -132,6 +132,7 @@ class Async:
         draw: Draw,
         generate: GenerateStep,
         lag: int,
+        *,
         first: int,
         last: int,
         devices: Devices,
@@ -329,15 +330,28 @@ def make_pipeline(
       restored: from a checkpoint.
     """
     config, groups = rollout.plan.config, rollout.plan.groups
-    shared = rollout, stream, scorer, speculation, on_progress
-    generation = Generation(*shared, own_left(restored.left))
+    left = own_left(restored.left)
+    generation = Generation(rollout, stream, scorer, speculation=speculation, on_progress=on_progress, left=left)
     if config.pipeline.mode == "sync":
         return Sync(generation.draw, generation.generate, restored.left)
     update, agree, first_generated = config.pipeline.weight_update, Agreement(groups.own), first + len(restored.batches)
-    updates = WeightUpdates(workdir, config.pipeline.repeat, first_generated, agree) if update == "inflight" else None
+    updates = (
+        WeightUpdates(workdir, config.pipeline.repeat, first_generated, agree=agree) if update == "inflight" else None
+    )
     lag, begin = (0, generation.begin) if update == "exact" else (config.pipeline.lag, None)
-    steps = lag, first, config.steps
-    return Async(generation.draw, generation.generate, *steps, devices, restored, begin, updates, groups.order, agree)
+    return Async(
+        generation.draw,
+        generation.generate,
+        lag,
+        first=first,
+        last=config.steps,
+        devices=devices,
+        restored=restored,
+        begin=begin,
+        updates=updates,
+        order=groups.order,
+        agree=agree,
+    )
 
 
 # Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.

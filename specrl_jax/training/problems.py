@@ -68,7 +68,7 @@ class Problems:
 
     def stream(self, batch_size: int) -> ProblemStream:
         """Return an endless stream of training problems."""
-        return ProblemStream(self.train, batch_size, self.config.seed, self.config.data.weights)
+        return ProblemStream(self.train, batch_size, self.config.seed, weights=self.config.data.weights)
 
 
 def _own(reward: str, problem: Problem) -> str:

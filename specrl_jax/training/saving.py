@@ -17,7 +17,7 @@ class DueSaves:
       say: shows a line.
     """
 
-    def __init__(self, checkpoints: Checkpoints, every: int, last: int, say: Callable[[str], None]) -> None:
+    def __init__(self, checkpoints: Checkpoints, every: int, last: int, *, say: Callable[[str], None]) -> None:
         self._checkpoints, self._every, self._last, self._say = checkpoints, every, last, say
         self._due = False
 

@@ -78,7 +78,7 @@ def update(
         if draft and i < n and (train_draft or i == 0):
             # The tables are copied before the update, which donates and changes them.
             tables = learner.read_tables(policy.base, state.vocab_map)
-            beside = _DraftBeside(learner, draft, tables, train_draft)
+            beside = _DraftBeside(learner, draft, tables, learns=train_draft)
         for j in range(m):
             share = slice(i % n + j * n, None, m * n)
             part = learner.microbatches(jax.tree.map(lambda x, share=share: x[share], (rows, inputs)))
@@ -130,7 +130,7 @@ class _DraftBeside:
       seconds: the policy's passes included.
     """
 
-    def __init__(self, learner: Learner, draft: TrainState, tables: TargetTables, learns: bool) -> None:
+    def __init__(self, learner: Learner, draft: TrainState, tables: TargetTables, *, learns: bool) -> None:
         self._learner, self._draft, self._tables, self._learns = learner, draft, tables, learns
         self._updates, self._predicted = list[DraftMetrics](), list[DraftDiagnostics]()
         self._again = list[tuple[list[Rows], list[Features]]]()  # minibatches of further epochs

@@ -110,6 +110,7 @@ class WorkerPool:
         facts: Mapping[str, object],
         host: str,
         workdir: str,
+        *,
         wanted: int,
         say: Callable[[str], None] = print,
         patience: float = PATIENCE,

@@ -213,7 +213,7 @@ def open_workers(config: Config, workdir: str) -> Iterator[First | Other]:
             process: First | Other
             if distributed.is_first_process():
                 known = worker_facts(dataclasses.asdict(config), workdir)
-                process = First(ending.enter_context(WorkerPool(known, host, workdir, wanted)), connections)
+                process = First(ending.enter_context(WorkerPool(known, host, workdir, wanted=wanted)), connections)
             else:
                 process = Other(*connections)
         yield process

@@ -45,14 +45,14 @@ def test_files_without_weights_are_one_epoch_together():
 @pytest.mark.slow
 def test_weights_are_the_shares_of_the_files():
     small, large = numbered(3), numbered(900, 3)
-    taken = [int(p) for batch in prompts(ProblemStream([small, large], 10, 0, (3.0, 1.0)), 40) for p in batch]
+    taken = [int(p) for batch in prompts(ProblemStream([small, large], 10, 0, weights=(3.0, 1.0)), 40) for p in batch]
     assert sum(p < 3 for p in taken) == 300
     assert collections.Counter(p for p in taken if p < 3) == {0: 100, 1: 100, 2: 100}
 
 
 def test_weights_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match=r"data\.weights"):
-        ProblemStream([numbered(3), numbered(3)], 4, 0, (1.0,))
+        ProblemStream([numbered(3), numbered(3)], 4, 0, weights=(1.0,))
 
 
 def test_the_order_depends_on_the_seed_alone(ten_rows):
@@ -68,7 +68,7 @@ def test_the_order_depends_on_the_seed_alone(ten_rows):
     ids=["file", "mixture", "task"],
 )
 def test_a_stream_resumes_at_the_row_from_its_position(sources, weights, stop):
-    stream, resumed = (ProblemStream(sources, 4, 0, weights) for _ in range(2))
+    stream, resumed = (ProblemStream(sources, 4, 0, weights=weights) for _ in range(2))
     prompts(stream, stop)
     position = json.loads(json.dumps(stream.position))
     rest = prompts(stream, 5)

@@ -213,7 +213,7 @@ def test_two_dialects_share_ten_names_of_twelve():
         task: {
             re.search(r"[a-z]+$", line)[0]
             for i in SOME
-            for line in TaskSource(task, "train", 0, 1.0)[i].solution.split(" ")[:-1]
+            for line in TaskSource(task, "train", 0, error_rate=1.0)[i].solution.split(" ")[:-1]
         }
         for task in ROOMS
     }

@@ -30,7 +30,7 @@ def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **s
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
     limits = EngineConfig(num_slots, 3, LONGEST, chunk=chunk, **lookup, **sizes)
     with jax.enable_x64(True):
-        run = make_engine(cell, limits, k, prompt_shardings=np.float64, lengths=programs)
+        run = make_engine(cell, limits, k, np.float64, lengths=programs)
         history = history_of(PROMPTS, LONGEST, V - 1)
         return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, history=history)
 

@@ -40,7 +40,7 @@ def engine_of(drafter="none", temperature=1.0, devices=1, **limits):
         **{"num_slots": 10, "max_prompt_tokens": 3, "max_response_tokens": LONGEST, "chunk": 5} | limits, **lookup
     )
     more = {} if drafter in ("stateful", "cascade") else {"devices": devices}
-    return make_engine(cell, config, 3, prompt_shardings=np.float64, **more)
+    return make_engine(cell, config, 3, np.float64, **more)
 
 
 def run(table, drafter="none", temperature=1.0, devices=1, limits=(), prompts=PROMPTS, first_id=0, **more):

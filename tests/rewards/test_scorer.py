@@ -257,13 +257,13 @@ def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch):
     (tmp_path / "aborts.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(pool, "LOSSES", 2)
-    workers = Workers(("aborts:f",), 1.0, 2, GIB)
+    workers = Workers(("aborts:f",), 1.0, 2, memory=GIB)
     with pytest.raises(RunFailed, match=r"^reward workers die: 4 times in a row; the last was ended by SIGABRT$"):
         workers.score([Row("#1", "1")] * 3)
 
 
 def test_workers_outlive_the_thread_that_first_used_them():
-    workers, rows = Workers(("tests.rewards.hostile:pid",), 5.0, 1, GIB), [Row("a", "")]
+    workers, rows = Workers(("tests.rewards.hostile:pid",), 5.0, 1, memory=GIB), [Row("a", "")]
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(workers.score, rows).result()
     time.sleep(0.3)
@@ -334,7 +334,7 @@ def test_hostile_text_scores_0():
 def test_fuzz():
     """300 of the answers of experiments/robustness/rewards.py."""
     cases = robustness.cases(300, seed=1)
-    workers = Workers(("math",), LIMIT, 2, GIB)
+    workers = Workers(("math",), LIMIT, 2, memory=GIB)
     outcomes = workers.score([Row(case.response, case.answer) for case in cases])
     workers.close()
     found = robustness.check_fuzz(cases, outcomes)

@@ -109,7 +109,7 @@ def test_an_idle_worker_that_is_stopped_costs_the_time_limit(who):
 
 
 def test_workers_that_are_killed_again_and_again_end_the_run():
-    workers = Workers((f"{FORKS}:start",), 5.0, 1, GIB)
+    workers = Workers((f"{FORKS}:start",), 5.0, 1, memory=GIB)
     stop = threading.Event()
 
     def kill():
@@ -135,7 +135,7 @@ def test_workers_that_are_killed_again_and_again_end_the_run():
 @pytest.mark.parametrize("message", ["huge", "nan", *map(long, ["garbage", "text", "true", "two", "deep"])])
 def test_what_a_worker_sends_is_checked(message):
     """A reward that writes into its worker's channel: its answer fails, its neighbour is scored, nothing blocks."""
-    workers = Workers((f"{FORKS}:forge",), 20.0, 1, GIB)
+    workers = Workers((f"{FORKS}:forge",), 20.0, 1, memory=GIB)
     begun = time.monotonic()
     forged, scored = workers.score([Row("forge", message), Row("a", "b")])
     workers.close()

@@ -260,7 +260,7 @@ def began(monkeypatch):
     """Stand in for the work of the task; return its calls."""
     calls = []
     monkeypatch.setattr(draft_pretrain, "initial_state", lambda learner: None)
-    monkeypatch.setattr(draft_pretrain, "draft_pretrain", lambda *inputs: calls.append(inputs))
+    monkeypatch.setattr(draft_pretrain, "draft_pretrain", lambda *inputs, **more: calls.append(inputs))
     return calls
 
 

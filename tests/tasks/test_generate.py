@@ -49,13 +49,13 @@ def folders(tmp_path_factory):
     """Policies and drafts by name."""
     root = tmp_path_factory.mktemp("folders")
 
-    def save(name, write, *args):
-        write(str(root / name), *args)
+    def save(name, write, *args, **kwargs):
+        write(str(root / name), *args, **kwargs)
 
-    save("policy", hf.save_params, random_params(NANO), NANO, "float32")
-    save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, "float32")
+    save("policy", hf.save_params, random_params(NANO), NANO, dtype="float32")
+    save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, dtype="float32")
     other = qwen3.Qwen3Config(96, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
-    save("other_words", hf.save_params, random_params(other), other, "float32")
+    save("other_words", hf.save_params, random_params(other), other, dtype="float32")
     for dialect in mtp_formats.FORMATS:
         head = mtp.mtp_config(NANO)
         save(f"mtp_{dialect}", mtp_formats.save, drawn(mtp.param_specs(head)), head, NANO, "float32", dialect)

@@ -39,7 +39,7 @@ def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
 
 def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
     """Order aside: what each solution's tokens are predicted from is its own sequence, by segment."""
-    problems = [TaskSource("walk", "train", 0, 0.8)[i] for i in range(30)]
+    problems = [TaskSource("walk", "train", 0, error_rate=0.8)[i] for i in range(30)]
     tokenizer = CharTokenizer()
     packed = pretrain.solution_rows(problems, tokenizer, Packing(108))
     alone = [pretrain.solution_rows([problem], tokenizer, Packing(108)) for problem in problems]

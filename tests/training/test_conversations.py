@@ -94,7 +94,7 @@ class Asked:
 
 @pytest.fixture
 def opens():
-    workers = EnvironmentWorkers(STRANGE + "Opens", "opens", 5.0, 1, GIB)
+    workers = EnvironmentWorkers(STRANGE + "Opens", "opens", 5.0, count=1, memory=GIB)
     yield Asked(workers)
     workers.close()
 
@@ -209,8 +209,17 @@ def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():
     workers, tokenizer = Told(*told), ManyEnds()
     format = TurnFormat(tokenizer, "[{message}]", False)
     problems = [Problem("1", "2", "")]
-    shared = workers, EnvironmentConfig(), tokenizer, format
-    turns = Conversations(*shared, problems, problems, {}, [0], len(told))
+    turns = Conversations(
+        workers,
+        EnvironmentConfig(),
+        tokenizer,
+        format=format,
+        problems=problems,
+        opened=problems,
+        failed={},
+        seeds=[0],
+        samples=len(told),
+    )
     for request, outcomes in enumerate(told):
         for _ in outcomes:
             turns.ask(Turn(request, np.array(tokenizer.encode("2")), True, eos=False))
@@ -228,7 +237,17 @@ def test_an_answer_says_whether_a_limit_ended_the_conversation(ended):
     told = [[more, more], [more, Outcome((1.0,))], [more, failed], [Outcome((0.0,), messages=[])]]
     workers, tokenizer, problems = Told(*told), ManyEnds(), [Problem("1", "2", "")]
     format = TurnFormat(tokenizer, "{message}", False)
-    turns = Conversations(workers, EnvironmentConfig(turns=2), tokenizer, format, problems, problems, {}, [0], 4)
+    turns = Conversations(
+        workers,
+        EnvironmentConfig(turns=2),
+        tokenizer,
+        format=format,
+        problems=problems,
+        opened=problems,
+        failed={},
+        seeds=[0],
+        samples=4,
+    )
     last = []
     for request, outcomes in enumerate(told):
         for left in reversed(range(len(outcomes))):

@@ -29,21 +29,21 @@ def lines(path):
 def test_the_newest_weights_are_taken_and_written_down_and_taken_there_again(tmp_path):
     once, again = tmp_path / "once", tmp_path / "again"
     once.mkdir(), again.mkdir()
-    choose = WeightUpdates(str(once), "", 1, alone).of(3, 1)
+    choose = WeightUpdates(str(once), "", 1, agree=alone).of(3, 1)
     assert [choose(newest) for newest in (1, 1, 2, 2, 3)] == [1, 1, 2, 2, 3]
     assert lines(once / RECORD) == [{"step": 3, "chunk": 2, "policy": 2}, {"step": 3, "chunk": 4, "policy": 3}]
-    choose = WeightUpdates(str(again), str(once), 1, alone).of(3, 1)
+    choose = WeightUpdates(str(again), str(once), 1, agree=alone).of(3, 1)
     assert [choose(newest) for newest in (3, 3, 3, 3, 3)] == [1, 1, 2, 2, 3]
     assert lines(again / RECORD) == lines(once / RECORD)
     # A resumed run writes anew what it generates anew.
-    WeightUpdates(str(once), "", 3, alone)
+    WeightUpdates(str(once), "", 3, agree=alone)
     assert lines(once / RECORD) == []
 
 
 def test_a_damaged_record_is_refused_in_one_line(tmp_path):
     (tmp_path / RECORD).write_text('{"step": 1, "chunk": "x", "policy": 1}\n')
     with pytest.raises(InputError, match=RECORD + ":1: chunk="):
-        WeightUpdates(str(tmp_path / "no"), str(tmp_path), 1, alone)
+        WeightUpdates(str(tmp_path / "no"), str(tmp_path), 1, agree=alone)
 
 
 def in_flight(folder, **pipeline):

@@ -50,8 +50,10 @@ def no_problems():
 
 def learn(produce, lag, first=1, last=LAST, patience=0.02):
     """Take steps first .. last from a pipeline whose weights are numbered by their step."""
-    apart = () if lag is None else (lag, first, last, Devices())
-    pipeline = Async(no_problems, produce, *apart) if apart else Sync(no_problems, produce, [])
+    if lag is None:
+        pipeline = Sync(no_problems, produce, [])
+    else:
+        pipeline = Async(no_problems, produce, lag, first=first, last=last, devices=Devices())
     taken = []
     try:
         for step in range(first, last + 1):
@@ -88,7 +90,7 @@ def test_it_ends_when_nothing_is_taken_any_more():
     """Closed while it waits for weights, and while what it made waits to be taken."""
     for steps in (0, 1):
         produce = Recorder()
-        pipeline = Async(no_problems, produce, 1, 1, LAST, Devices())
+        pipeline = Async(no_problems, produce, 1, first=1, last=LAST, devices=Devices())
         if steps:
             pipeline.publish(1, 1)
             time.sleep(0.05)
@@ -99,7 +101,7 @@ def test_it_ends_when_nothing_is_taken_any_more():
 def test_it_waits_for_its_devices():
     devices, produce = Devices(), Recorder()
     with devices:
-        pipeline = Async(no_problems, produce, 1, 1, LAST, devices)
+        pipeline = Async(no_problems, produce, 1, first=1, last=LAST, devices=devices)
         pipeline.publish(1, 1)
         time.sleep(0.05)
         assert not produce.used
@@ -117,7 +119,7 @@ def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
             time.sleep(0.001)
         return False
 
-    pipeline = Async(no_problems, produce, 0, 1, LAST, devices, begin=begin)
+    pipeline = Async(no_problems, produce, 0, first=1, last=LAST, devices=devices, begin=begin)
     pipeline.publish(1, 1)
     pipeline.take(1)
     time.sleep(0.05)
@@ -203,8 +205,8 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
     for i, (log, agree) in enumerate(zip(logs, (turns.first, turns.second), strict=True)):
         devices, pauses = Devices(), iter(np.random.default_rng(i).uniform(0, 0.03, 2 * LAST))
         early = None if lag else functools.partial(begin, log)
-        shared = lag, 1, LAST, devices
-        made = Async(no_problems, functools.partial(generate, log), *shared, begin=early, agree=agree)
+        generated = functools.partial(generate, log)
+        made = Async(no_problems, generated, lag, first=1, last=LAST, devices=devices, begin=early, agree=agree)
         threads.append(threading.Thread(target=learn, args=(log, made, devices, pauses), daemon=True))
     for thread in threads:
         thread.start()

@@ -64,7 +64,7 @@ def asks(count):
 def pool(tmp_path):
     """A pool that says what it says into `pool.lines`."""
     lines = []
-    with WorkerPool(FACTS, "localhost", str(tmp_path), 1, lines.append, patience=1.0) as made:
+    with WorkerPool(FACTS, "localhost", str(tmp_path), wanted=1, say=lines.append, patience=1.0) as made:
         made.lines, made.workdir = lines, str(tmp_path)
         yield made
 
@@ -242,12 +242,12 @@ def test_who_lacks_the_key_gets_nothing_and_keeps_nobody_waiting(pool):
 
 def test_an_address_that_leads_nowhere_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"pipeline\.host=0\.0\.0\.0: a name or address by which other machines reach"):
-        WorkerPool(FACTS, "0.0.0.0", str(tmp_path), 1)
+        WorkerPool(FACTS, "0.0.0.0", str(tmp_path), wanted=1)
 
 
 def test_a_host_that_is_not_this_machine_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"pipeline\.host=192\.0\.2\.1: .*; a name or address of this machine"):
-        WorkerPool(FACTS, "192.0.2.1", str(tmp_path), 1)
+        WorkerPool(FACTS, "192.0.2.1", str(tmp_path), wanted=1)
 
 
 def test_the_address_is_for_this_account_alone(pool, tmp_path):

@@ -6,7 +6,7 @@ For tokens not yet processed by the target, the head's own output takes the plac
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,12 @@ class HeadConfig:
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Angles = tuple[jax.Array, jax.Array]
-# (hidden [B, T, D], embedded [B, T, D], angles, attend) -> a [B, T, D], the hidden of the next application
-Layer = Callable[[jax.Array, jax.Array, Angles, Attend], jax.Array]
+
+
+class Layer(Protocol):
+    """Apply a head to hidden and embedded [B, T, D]; return a [B, T, D], the hidden of the next application."""
+
+    def __call__(self, hidden: jax.Array, *, embedded: jax.Array, angles: Angles, attend: Attend) -> jax.Array: ...
 
 
 class DraftCache(NamedTuple):
@@ -99,7 +103,8 @@ def unroll(
 
     outputs = []
     for i in range(steps):
-        hidden = layer(hidden, shift_left(embedded, 1 + i), config.angles(positions + i), attend)
+        following = shift_left(embedded, 1 + i)
+        hidden = layer(hidden, embedded=following, angles=config.angles(positions + i), attend=attend)
         outputs.append(hidden)
     return outputs
 

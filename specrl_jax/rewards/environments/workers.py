@@ -64,7 +64,7 @@ class EnvironmentWorkers:
       memory: bytes that a worker may take beyond its imports.
     """
 
-    def __init__(self, name: str, label: str, seconds: float, count: int, memory: int) -> None:
+    def __init__(self, name: str, label: str, seconds: float, *, count: int, memory: int) -> None:
         self.name, self.label, self.seconds, self.count = name, label, seconds, count
         self._names, self._memory = (PREFIX + name,), memory
         self._numbers = itertools.count()

@@ -23,7 +23,7 @@ CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}"}}
 
 
 def workers_of(name, count=2, seconds=3.0):
-    return EnvironmentWorkers(name, name, seconds, count, GIB)
+    return EnvironmentWorkers(name, name, seconds, count=count, memory=GIB)
 
 
 @pytest.fixture
