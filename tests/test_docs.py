@@ -103,6 +103,17 @@ def test_the_readme_has_at_most_ten_kilobytes():
     assert (ROOT / "README.md").stat().st_size <= 10_240
 
 
+def test_the_documentation_has_at_most_twenty_pages():
+    assert len([*(ROOT / "docs").glob("*.md")]) <= 20
+
+
+def test_a_page_has_at_most_ten_kilobytes_unless_a_program_writes_it():
+    """docs/config.md is written as a whole, docs/results.md has the table of claims."""
+    written = {"config.md", "results.md"}
+    sizes = {page.name: page.stat().st_size for page in (ROOT / "docs").glob("*.md") if page.name not in written}
+    assert {name: size for name, size in sizes.items() if size > 10_240} == {}
+
+
 @pages
 def test_the_one_figure_says_in_its_sentence_what_was_set(page):
     """Random weights accept nothing: without these words it reads as the gain of a trained draft."""
