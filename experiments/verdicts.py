@@ -67,6 +67,7 @@ EQUAL = 0.05  # largest difference that counts as none, relative
 NEAR = 0.15  # of the paper's value, for sizes
 # The one rule, quoted beside every table of claims.
 RULE = "\n".join((
+    "How a claim is judged:\n",
     "* **Interval**: 95 %. Of a ratio log-t, Student's t on the logarithms of the paired ratios; of a share or a level "
     "Student's t on its values. Simulated: 90 % of the draws. Traces: 95 % of resampled rollouts.",
     "* **Direction**, of ratios and shares. *shown*: the interval lies on the paper's side of 1 (shares: of 0); "
