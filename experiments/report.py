@@ -328,7 +328,9 @@ def shown_rollout(sample: Sample) -> dict[str, object]:
         "accepted": sum(position != 0 for position in positions),
         "tokens": len(positions),
         "prompt": Markup(rollout_html.text_block(sample.prompt)),
-        "response": Markup(rollout_html.token_block(texts, positions, sample.draft_kind, sample.environment)),
+        "response": Markup(
+            rollout_html.token_block(texts, positions, sample.draft_kind, environment=sample.environment)
+        ),
     }
 
 

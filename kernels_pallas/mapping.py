@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 
-def on_each_device(fn: Callable, mesh: Mesh | None, in_specs: object, out_specs: object) -> Callable:
+def on_each_device(fn: Callable, mesh: Mesh | None, in_specs: object, *, out_specs: object) -> Callable:
     """Map `fn` over the devices of a mesh by `jax.shard_map`; over one, and over None, `fn` itself.
 
     Inside another `shard_map` of this mesh the arrays are a device's own along the axes of that one already: only the

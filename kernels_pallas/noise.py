@@ -74,7 +74,7 @@ def gumbel(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, token: j
     """
     token = jnp.asarray(token).astype(jnp.uint32)
     half, lane = token // jnp.uint32(HALF), token % jnp.uint32(HALF)
-    first, second = gumbel_halves(seed, rollout_id, position, half // jnp.uint32(2) * jnp.uint32(HALF) + lane)
+    first, second = gumbel_halves(seed, rollout_id, position, block=half // jnp.uint32(2) * jnp.uint32(HALF) + lane)
     return jnp.where(half % jnp.uint32(2) == 0, first, second)
 
 
@@ -84,7 +84,7 @@ def gumbel_rows(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, V: 
     rollout_id, position = (jnp.asarray(x)[..., None] for x in (rollout_id, position))
     full = V // (2 * HALF) * HALF  # blocks of full tiles
     blocks = full + min(V - 2 * full, HALF)  # the last tile's second half may be empty
-    first, second = gumbel_halves(seed, rollout_id, position, jnp.arange(blocks))
+    first, second = gumbel_halves(seed, rollout_id, position, block=jnp.arange(blocks))
     shape = (*first.shape[:-1], -1, 1, HALF)
     tiles = jnp.concatenate([x[..., :full].reshape(shape) for x in (first, second)], axis=-2)
     parts = (tiles.reshape(*first.shape[:-1], -1), first[..., full:], second[..., full:])
@@ -92,7 +92,7 @@ def gumbel_rows(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, V: 
 
 
 def gumbel_halves(
-    seed: jax.Array, rollout_id: jax.Array, position: jax.Array, block: jax.Array
+    seed: jax.Array, rollout_id: jax.Array, position: jax.Array, *, block: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return `gumbel` of two tokens per block: block // 256 * 512 + block % 256, and the token 256 further on."""
     first, second = _block(seed, rollout_id, position, GUMBEL, block)

@@ -143,6 +143,7 @@ def run(
     config: Config,
     workdir: str,
     distributed: bool = False,
+    *,
     given: Collection[str] = (),
     changed_files: bool = False,
 ) -> None:

@@ -87,7 +87,7 @@ def read_lines(path: str, limit: int) -> Iterator[tuple[int, str]]:
                 raise InputError(f"{path}:{number}: not UTF-8: byte {line[error.start]:#04x}") from None
 
 
-def parse_json(text: str, path: str, prefix: str = "", line: int = 1) -> dict[str, Any]:
+def parse_json(text: str, path: str, prefix: str = "", *, line: int = 1) -> dict[str, Any]:
     """Return the JSON object in `text`, which begins at a line of the file `path`. Raises InputError."""
     try:
         content = json.loads(text)

@@ -327,7 +327,7 @@ def save_checkpoints(folder):
     model = qwen3.preset("nano_deep")
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), qwen3.param_specs(model))
-    hf.save_params(str(folder / "checkpoint"), params, model, "float32")
+    hf.save_params(str(folder / "checkpoint"), params, model, dtype="float32")
     for name in ("shape", "missing", "corrupt", "no_config", "llama"):
         shutil.copytree(folder / "checkpoint", folder / name)
     tensors = safetensors.numpy.load_file(folder / "checkpoint/model.safetensors")

@@ -31,7 +31,7 @@ def test_the_loss_is_the_policy_gradient_with_the_whole_ratio(monkeypatch):
 
     def loss(logprobs):
         inputs = objectives.LossInputs(old, None, advantages)
-        return objectives.grpo_loss(logprobs, old, inputs, mask, None, objective).loss.value()
+        return objectives.grpo_loss(logprobs, old, inputs, mask=mask, segments=None, objective=objective).loss.value()
 
     logprobs = jnp.array([[-0.2, -2.5]])
     ratio = np.exp(np.array([[0.8, -1.5]]))

@@ -27,7 +27,7 @@ def inputs(tmp_path):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32) / 8, qwen3.param_specs(model))
     (tmp_path / "policy").mkdir()
-    hf.save_params(str(tmp_path / "policy"), params, model, "float32")
+    hf.save_params(str(tmp_path / "policy"), params, model, dtype="float32")
     save_folder(trained(), tmp_path / "policy")
     (tmp_path / "policy/chat_template.jinja").write_text(QWEN_TEMPLATE)
     ((name, source),) = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.M | re.S)

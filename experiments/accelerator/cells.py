@@ -235,7 +235,9 @@ def time_iterations(built: Built, weights: Weights, cell: Cell, sizes: Sizes) ->
         count = sizes.iterations if i else WARM
         jax.block_until_ready(slots)
         start = time.perf_counter()
-        slots, statistics = engine.compiled.decode(weights, slots, cell.k, chunk_inputs(i, count, engine.config.shards))
+        slots, statistics = engine.compiled.decode(
+            weights, slots, cell.k, inputs=chunk_inputs(i, count, engine.config.shards)
+        )
         statistics = jax.device_get(statistics)
         seconds.append((time.perf_counter() - start) / count)
         if statistics.iterations != count or statistics.done.any():

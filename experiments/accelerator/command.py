@@ -188,7 +188,7 @@ class Measurement:
             def chunk(count: int = count) -> None:
                 nonlocal slots
                 slots, statistics = engine.compiled.decode(
-                    weights, slots, cell.k, chunk_inputs(0, count, engine.config.shards)
+                    weights, slots, cell.k, inputs=chunk_inputs(0, count, engine.config.shards)
                 )
                 jax.block_until_ready(statistics)
 

@@ -72,13 +72,17 @@ def build(
     mesh = make_mesh(MESH, [device])
     partition, learner = partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
     kind = jnp.dtype(dtype)
-    config = InferenceConfig(Sampling(), limits, 0, kind, kind, kind)
-    options = DrafterConfig(max(lengths), config.sampling, kind, partition)
+    config = InferenceConfig(Sampling(), limits, 0, dtype=kind, cache_dtype=kind, compute_dtype=kind)
+    options = DrafterConfig(max(lengths), config.sampling, kind, partition=partition)
     drafter = draft.drafter(options) if draft else NO_DRAFTER
     model = dataclasses.replace(model, max_positions=max(model.max_positions, limits.cache_length))
-    engine = make_rollout_engine(model, draft, drafter, config, Stops((model.vocab,)), partition, lengths)
+    engine = make_rollout_engine(
+        model, draft, drafter, config=config, tokenizer=Stops((model.vocab,)), partition=partition, lengths=lengths
+    )
     specs = (qwen3.param_specs(model), draft.specs if draft else None)
-    return Built(engine, make_prepare(model, draft, config, partition, partition), specs, learner, draft)
+    return Built(
+        engine, make_prepare(model, draft, config, partition=partition, learner=partition), specs, learner, draft
+    )
 
 
 def without_draft(weights: Weights) -> Weights:

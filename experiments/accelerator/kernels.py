@@ -64,11 +64,13 @@ def fill_pool(empty: jax.Array, table: jax.Array, values: jax.Array) -> jax.Arra
     B, P = table.shape
     new = jnp.moveaxis(values, 3, 1).reshape(B, P * T, K, 2, H)
     positions = jnp.broadcast_to(jnp.arange(P * T, dtype=jnp.int32), (B, P * T))
-    return op.write_pool(empty, table, positions, new)
+    return op.write_pool(empty, table, positions, new=new)
 
 
 def check_learner_attention(shapes: Shapes, limits: dict[str, float]) -> list[Row]:
     """Compare the learner's attention of bfloat16 with XLA's in float32, forward and backward, and time both."""
-    attention = find_attention("auto", shapes.rows[3], jnp.dtype("bfloat16"), partitioner(bench.one_device(), LEARNER))
+    attention = find_attention(
+        "auto", shapes.rows[3], jnp.dtype("bfloat16"), partition=partitioner(bench.one_device(), LEARNER)
+    )
     found = run.time_attention(shapes, attention, limits)
     return [row | {"ok": row["difference"] < GRADIENT_TOLERANCE} for row in found]

@@ -162,7 +162,9 @@ def train_once(config: Config, steps: int, mean: int) -> tuple[dict[str, Any], d
         learner, rollout = inputs._replace(tokenizer=tokenizer).build()
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         stop = threading.Event()
-        steps_of_run = training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, evaluates=False)
+        steps_of_run = training_steps(
+            learner, rollout, inputs.problems, scorer=inputs.scorer, workdir=workdir, stop=stop, evaluates=False
+        )
         made = cast("Generator[dict[str, Any]]", steps_of_run)  # whose `close` ends the run
         begun: float | None = None
         for row in made:

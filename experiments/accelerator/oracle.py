@@ -46,7 +46,10 @@ class OracleDraft(Eagle3Draft):
             assert drafted.logits is not None, "a head gives probabilities"
             logits = impose(drafted.logits, right, params.draft[RATE])
             noise = Noise(seed, slots.rollout_id, slots.length)
-            tokens = [sample_draft(noise, logits[:, i], i, params.vocab_map, config.sampling) for i in range(k)]
+            tokens = [
+                sample_draft(noise, logits[:, i], i, vocab_map=params.vocab_map, sampling=config.sampling)
+                for i in range(k)
+            ]
             return dataclasses.replace(drafted, tokens=jnp.stack(tokens, axis=1), logits=logits), cache
 
         return dataclasses.replace(head, draft=draft)

@@ -87,7 +87,7 @@ def draw_weights(sides: Sides) -> Weights:
 
 def generate(built: Built, weights: Weights, work: live_work.Work, seed: int) -> tuple[Rollouts, float]:
     start = time.perf_counter()
-    found = built.engine.generate(weights, work.prompts, work.samples, seed, responses=work.responses)
+    found = built.engine.generate(weights, work.prompts, work.samples, seed=seed, responses=work.responses)
     return found, time.perf_counter() - start
 
 
@@ -136,11 +136,11 @@ def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[s
         seen.append(memory_in_use(device)["in_use"])
 
     before = memory_in_use(device)
-    calibrate(engine, weights, work.prompts, work.samples, lengths, 0, look)
+    calibrate(engine, weights, work.prompts, samples=work.samples, lengths=lengths, seed=0, after_chunk=look)
     calibrated = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     seen.clear()
     found = engine.generate(
-        weights, work.prompts, work.samples, 0, on_progress=look, lengths=lengths, responses=sorted(work.responses)
+        weights, work.prompts, work.samples, seed=0, on_progress=look, lengths=lengths, responses=sorted(work.responses)
     )
     shrinking = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     sizes = sorted({chunk.size for chunk in found.chunks}, reverse=True)
@@ -150,7 +150,13 @@ def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[s
 def prefill_limits(sizes: Sizes) -> EngineConfig:
     rows = sizes.prefilled
     return EngineConfig(
-        rows, sizes.prompt, 64, 64, prefill_rows=rows, page_tokens=sizes.page, prefill_tokens=min(512, sizes.prompt)
+        rows,
+        sizes.prompt,
+        64,
+        chunk=64,
+        prefill_rows=rows,
+        page_tokens=sizes.page,
+        prefill_tokens=min(512, sizes.prompt),
     )
 
 

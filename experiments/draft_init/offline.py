@@ -78,7 +78,15 @@ def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
     weights, _ = prepare(parts.learner, parts.rollout, state)
     with Display(parts.learner.plan.config.steps, 0, threading.Event()) as display:
         store = open_store(parts.learner, features, weights)
-        fill_store(*parts, state.policy.params, weights, store, display)
+        fill_store(
+            parts.learner,
+            parts.rollout,
+            parts.problems,
+            params=state.policy.params,
+            weights=weights,
+            store=store,
+            display=display,
+        )
     state = choose_vocabulary(parts.learner.plan, state, store)
     tables, data, draft = (
         parts.learner.read_tables(state.policy.params, state.vocab_map),
@@ -101,7 +109,7 @@ def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator
     weights, _ = prepare(parts.learner, parts.rollout, state)
     prompts = bench.validation_prompts(problems, parts.rollout.tokenizer.encode, task)
     for k in K:
-        rollouts = parts.rollout.engine.generate(weights, prompts, 1, 1, lengths=FixedLength(k))
+        rollouts = parts.rollout.engine.generate(weights, prompts, 1, seed=1, lengths=FixedLength(k))
         verifications = int(rollouts.verifications.sum())
         kept = rollouts.accepted.sum(axis=0) / np.maximum(rollouts.drafted.sum(axis=0), 1)
         rates = {name: round(float(rate), 4) for name, rate in zip(RATES, kept[:k])}

@@ -63,7 +63,7 @@ def measure(
     config.grpo.prompts_per_step = prompts
     _, rollout, _, weights, work = prepared(config, tuple(lengths))
     for k in lengths:
-        found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
+        found = rollout.engine.generate(weights, work.prompts, work.samples, seed=work.seed, lengths=FixedLength(k))
         tokens, verifications = int(found.response_length.sum()), int(found.verifications.sum())
         row = dict(zip(CELL, (workload, seed, drafter, "argmax" if argmax else "sampled")))
         yield row | {"k": k, "tokens": tokens, "verifications": verifications}

@@ -44,7 +44,7 @@ def workload_of(rollout: Any, share: float, prompts: int) -> Workload:
     lengths = np.exp(np.log(MEDIAN) + SIGMA * rng.normal(size=prompts))
     limits = np.clip(lengths, 4, rollout.config.limits.max_response_tokens).astype(int)
     chosen = [known[i] if of_demo[i] else digits[i] for i in range(prompts)]
-    return Workload(chosen, SAMPLES, 0, tuple(int(n) for n in limits))
+    return Workload(chosen, SAMPLES, 0, responses=tuple(int(n) for n in limits))
 
 
 def measure(share: float, sizes: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -67,7 +67,7 @@ def measure(share: float, sizes: argparse.Namespace) -> Iterator[dict[str, Any]]
     turns += [(1 + i, who) for i, who in bench.in_turn(list(sides), sizes.rounds)]
     for i, who in turns:
         engine, weights, work, chosen = sides[who]
-        found, seconds = timed(engine, weights, work._replace(seed=sizes.learning + i), chosen)
+        found, seconds = timed(engine, weights, work._replace(seed=sizes.learning + i), lengths=chosen)
         yield {
             "who": who,
             "round": i,

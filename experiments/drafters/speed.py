@@ -41,11 +41,11 @@ def rounds_of(
         _, rollout, _, weights, work = prepared(config, tuple(lengths))
         cases |= {(drafter, k): (rollout.engine, weights, work, FixedLength(k)) for k in lengths}
         cases[PLAIN, 0] = (rollout.plain_engine, weights, work, None)
-    for case in cases.values():
-        timed(*case)
+    for engine, weights, work, chosen in cases.values():
+        timed(engine, weights, work, lengths=chosen)
     for i, who in bench.in_turn(list(cases), rounds):
         engine, weights, work, chosen = cases[who]
-        found, seconds = timed(engine, weights, work._replace(seed=i), chosen)
+        found, seconds = timed(engine, weights, work._replace(seed=i), lengths=chosen)
         yield dict(zip(("drafter", "k"), who)) | {
             "round": i,
             "tokens": int(found.response_length.sum()),

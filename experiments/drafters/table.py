@@ -79,7 +79,7 @@ def decoder(drafter: str, machine: str) -> DecoderCost:
     if drafter == "self":
         return DecoderCost(model, None, hardware, precision=Precision(twin="int8"))
     kind = HEADS[drafter].kind if drafter in HEADS else ""
-    head = priced_head(kind, model, DRAFT_VOCAB, SLOTS.get(kind, 7), LAYERS) if kind else None
+    head = priced_head(kind, model, DRAFT_VOCAB, slots=SLOTS.get(kind, 7), layers=LAYERS) if kind else None
     return DecoderCost(model, head, hardware)
 
 

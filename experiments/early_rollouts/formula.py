@@ -47,7 +47,9 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
     def generate(version: int, earlier: dict[int, np.ndarray]) -> tuple[Rollouts, float]:
         asked: Continuation[Any] = Continuation(earlier=earlier)
         start = time.perf_counter()
-        found = engine.generate(weights[version], work.prompts, work.samples, seed, lengths=lengths, continuation=asked)
+        found = engine.generate(
+            weights[version], work.prompts, work.samples, seed=seed, lengths=lengths, continuation=asked
+        )
         return found, time.perf_counter() - start
 
     whole, _ = generate(0, {})
@@ -58,9 +60,9 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
     for share in SHARES:
         L, lookahead = share * G, Lookahead(work.prompts, np.arange(len(fresh.length)))
         start = time.perf_counter()
-        engine.begin(weights[0], lookahead, work.samples, seed, _after(start + L), lengths)
+        engine.begin(weights[0], lookahead, work.samples, seed=seed, until=_after(start + L), lengths=lengths)
         waited = max(L, time.perf_counter() - start)
-        formula = float(exact_seconds(G, L, verify / G, rest))
+        formula = float(exact_seconds(G, L, verify / G, rest=rest))
         row = {"share": share, "older": older, "generate": G, "learn": L, "verify": verify, "rest": rest}
         yield row | {"formula": formula, "measured": waited + generate(1, lookahead.texts)[1]}
 

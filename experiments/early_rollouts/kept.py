@@ -36,9 +36,9 @@ def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
     engine, work = versions.rollout.engine, versions.workloads[0]
     drawn = [versions.weights(step) for step in (older, newer)]
     seed = 100 * older
-    before = engine.generate(drawn[0], work.prompts, work.samples, seed)
+    before = engine.generate(drawn[0], work.prompts, work.samples, seed=seed)
     after = engine.generate(
-        drawn[1], work.prompts, work.samples, seed, continuation=Continuation(earlier=responses(before))
+        drawn[1], work.prompts, work.samples, seed=seed, continuation=Continuation(earlier=responses(before))
     )
     lengths, kept = before.response_length, after.reverified
     rest = after.response_length - kept

@@ -42,8 +42,8 @@ def steps_of(versions: Versions, k: int, ahead: bool, seed: int) -> Iterator[dic
             versions.weights(step),
             work.prompts,
             work.samples,
-            seed,
-            step * count,
+            seed=seed,
+            first_id=step * count,
             lengths=FixedLength(k),
             continuation=Continuation(earlier=texts, lookahead=begun),
         )

@@ -133,7 +133,7 @@ def timed_rollouts(
     lengths: DraftLengthPolicy | None,
 ) -> Row:
     """Time one call of `generate`; return tokens, seconds, tokens_per_second and acceptance_length."""
-    rollouts, seconds = timed(engine, weights, Workload(prompts, samples, seed), lengths)
+    rollouts, seconds = timed(engine, weights, Workload(prompts, samples, seed), lengths=lengths)
     tokens = int(rollouts.response_length.sum())
     return {
         "tokens": tokens,
@@ -152,7 +152,7 @@ def engine_parts(
     partition: Partitioner,
 ) -> EngineFunctions:
     """Return the functions from which `make_rollout_engine` builds its programs, to be run one by one."""
-    target = Target(model, draft, config, partition)
+    target = Target(model, draft, config, partition=partition)
     verify = functools.partial(sharded_verify, partition)
     functions = (target.init_cache, target.prefill, target.decode, drafter, verify)
     return EngineFunctions(*functions, config.sampling, stops.eos_ids, stops.pad_id)

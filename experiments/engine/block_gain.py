@@ -79,9 +79,15 @@ def make_step(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
             found.extend(expected_accepted(p, q, draft.tokens))
             return parts.verify(inputs, sampling)
 
-        models = (lambda slots, seed: parts.drafter.draft(weights, slots, seed, k), partial(parts.decode, weights))
+        def draft(slots: Slots, seed: jax.Array) -> Any:
+            return parts.drafter.draft(weights, slots, seed, k)
+
+        def target(tokens: jax.Array, paging: Any, cache: Any) -> Any:
+            return parts.decode(weights, tokens, paging, cache=cache)
+
         _, slots = reserve(slots, max(k, parts.drafter.ahead), limits)
-        new = speculative_step(slots, seed, *models, StepOptions(verify, parts.sampling, parts.eos_ids))
+        options = StepOptions(verify, parts.sampling, parts.eos_ids)
+        new = speculative_step(slots, seed, draft, target_fn=target, options=options)
         return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])
 
     return jax.jit(step, donate_argnums=1)
@@ -94,16 +100,18 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[EngineFu
     draft = make_method(DraftOptions("eagle3", head), model).model
     assert draft is not None  # an EAGLE-3 head
     limits = EngineConfig(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
-    config = InferenceConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
-    drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
+    config = InferenceConfig(
+        Sampling(rule=rule), limits, 0, dtype=jnp.dtype("float32"), cache_dtype=jnp.dtype("float32")
+    )
+    drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition=partition))
     parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
     learner = partitioner(mesh, LEARNER)
     ids = draft.load_vocab_map(head, model)
     vocab_map = None if ids is None else jnp.asarray(ids)
-    params = hf.load_params(policy, model, learner, jnp.float32), draft.load(head, learner)
+    params = hf.load_params(policy, model, learner, dtype=jnp.float32), draft.load(head, learner)
     return (
         parts,
-        make_prepare(model, draft, config, partition, partition)(*params, vocab_map),
+        make_prepare(model, draft, config, partition=partition, learner=partition)(*params, vocab_map),
         limits,
     )
 

@@ -83,17 +83,21 @@ def build(
         method = DraftMethod(free_drafter)
     draft = method.model
     limits = EngineConfig(B, PROMPT, RESPONSE, chunk=RESPONSE)
-    config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
-    drafter = method.make_drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition))
+    config = InferenceConfig(Sampling(), limits, 0, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(cache))
+    drafter = method.make_drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition=partition))
     stops = bench.Stops((model.vocab,))  # an id outside the vocabulary: no row ends
-    engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)
+    engine = make_rollout_engine(
+        model, draft, drafter, config=config, tokenizer=stops, partition=partition, lengths=lengths
+    )
     parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
     learner = partitioner(bench.one_device(), LEARNER)
     specs = [qwen3.param_specs(model), *([draft.specs] if draft else [])]
     params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
     ids = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
-    weights = make_prepare(model, draft, config, partition, partition)(params[0], params[1] if draft else None, ids)
-    target = Target(model, None, config, partition)
+    weights = make_prepare(model, draft, config, partition=partition, learner=partition)(
+        params[0], params[1] if draft else None, ids
+    )
+    target = Target(model, None, config, partition=partition)
     return Case(engine, parts, target, draft, jax.block_until_ready(weights), config, partition)
 
 
@@ -147,7 +151,7 @@ def forward(case: Case, k: int, count: int) -> Timed:
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         tokens, cache = state
-        logits, cache = case.target.decode(weights, tokens, case.place(positions(B, k + 1)), cache)
+        logits, cache = case.target.decode(weights, tokens, case.place(positions(B, k + 1)), cache=cache)
         return depend_on(tokens, logits, i), cache
 
     return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache().target), count)
@@ -161,7 +165,7 @@ def head(case: Case, k: int, count: int) -> Timed:
         token, a, cache = state
         embedded = weights.policy["embed"][token].astype(dtype)
         place = case.place(positions(B, 1))
-        a, cache = case.draft.extend(weights.draft, a, embedded, place, cache, case.partition)
+        a, cache = case.draft.extend(weights.draft, a, embedded, pairs=place, cache=cache, partition=case.partition)
         return depend_on(token, case.draft.logits(weights, a), i), a, cache
 
     a = jnp.ones((B, 1, case.draft.config.embed), dtype)
@@ -177,7 +181,9 @@ def fc(case: Case, k: int, count: int) -> Timed:
         hidden = eagle3.first_hidden(weights.draft, case.draft.config, features)
         embedded = weights.policy["embed"][tokens].astype(case.config.dtype)
         place = case.place(pairs[:, :-1])
-        cache = case.draft.write_pairs(weights.draft, hidden[:, :-1], embedded[:, :-1], place, cache, case.partition)
+        cache = case.draft.write_pairs(
+            weights.draft, hidden[:, :-1], embedded[:, :-1], pairs=place, cache=cache, partition=case.partition
+        )
         return depend_on(pairs, hidden, i), depend_on(tokens, hidden, i), depend_on(features, hidden, i), cache
 
     tokens = jnp.zeros((B, k + 1), jnp.int32)
@@ -190,7 +196,7 @@ def rest(case: Case, k: int, count: int) -> Timed:
     B, sampling = case.config.limits.num_slots, case.config.sampling
     widths = len(case.weights.policy["embed"]), case.draft.vocab
     logits = tuple(2.0 * jax.random.normal(jax.random.key(i), (B, k + 1, n)) for i, n in enumerate(widths))
-    asked = DrafterConfig(k, sampling, case.config.dtype, case.partition)
+    asked = DrafterConfig(k, sampling, case.config.dtype, partition=case.partition)
 
     def body(given: Any, i: jax.Array, slots: Slots) -> Slots:
         logits, vocab_map = given
@@ -198,12 +204,15 @@ def rest(case: Case, k: int, count: int) -> Timed:
         p, q = (x + 1e-3 * i for x in logits)
 
         def draft(slots: Slots, seed: jax.Array) -> Any:
-            drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k, vocab_map, asked)
+            drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k=k, vocab_map=vocab_map, config=asked)
             return drafted, slots.cache
 
-        answers = (draft if k else no_draft, lambda tokens, paging, cache: (p, cache))
+        def target(tokens: Any, paging: Any, cache: Any) -> Any:
+            return p, cache
+
         options = StepOptions(case.parts.verify, sampling, case.parts.eos_ids)
-        return speculative_step(slots, jnp.uint32(0), *answers, options)
+        draft_fn = draft if k else no_draft
+        return speculative_step(slots, jnp.uint32(0), draft_fn, target_fn=target, options=options)
 
     slots = empty_slots(case.parts, case.config.limits)[0]
     slots = dataclasses.replace(slots, cache=None, done=jnp.zeros((B,), bool))

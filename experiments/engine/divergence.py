@@ -76,7 +76,7 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        logits = qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition).logits
+        logits = qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition=partition).logits
         assert logits is not None  # as without `features` alone
         return logits
 
@@ -119,7 +119,7 @@ def main() -> None:
         problems = [source[(seed * a.slots + i) % len(source)] for i in range(a.slots)]
         prompts = [plain.tokenizer.encode(problem.prompt) for problem in problems]
         rollouts = {
-            kind: g.engine.generate(g.weights, prompts, SAMPLES, seed, lengths=g.lengths)
+            kind: g.engine.generate(g.weights, prompts, SAMPLES, seed=seed, lengths=g.lengths)
             for kind, g in generators.items()
         }
         for kind, found in result.items():
@@ -147,7 +147,7 @@ def load_forward() -> Forward:
     """Return the learner's forward of the tiny base."""
     model = hf.load_config(POLICY)
     partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
-    return learner_forward(hf.load_params(POLICY, model, partition, jnp.float32), model, partition)
+    return learner_forward(hf.load_params(POLICY, model, partition, dtype=jnp.float32), model, partition)
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def random_head(folder: str, sizes: Sizes) -> str:
     draft = Eagle3Draft(eagle3.eagle3_config(sizes.policy, sizes.policy.vocab))
     params = init_random_params(jax.random.key(1), draft.specs, partitioner(bench.one_device(), LEARNER))
     path = str(pathlib.Path(folder) / "head")
-    draft.save(path, params, np.arange(sizes.policy.vocab), sizes.policy, "float32")
+    draft.save(path, params, np.arange(sizes.policy.vocab), target=sizes.policy, dtype="float32")
     return path
 
 

@@ -136,7 +136,7 @@ class Ours:
     def __call__(self, work: Work, seed: int) -> Measured:
         engine, weights = self.engine(work)
         start = time.perf_counter()
-        rollouts = engine.generate(weights, work.prompts, work.samples, seed, responses=work.responses)
+        rollouts = engine.generate(weights, work.prompts, work.samples, seed=seed, responses=work.responses)
         seconds = time.perf_counter() - start
         if rollouts.response_length.tolist() != work.responses:
             raise ValueError("rollouts do not have the lengths that were asked for")

@@ -54,7 +54,7 @@ def measure(parts: Parts) -> bench.Row:
     weights, _ = prepare(parts.learner, parts.rollout, state)
     prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
     rows, behaviour = rollout_rows(
-        parts.rollout.engine.generate(weights, prompts, GROUP, 0), parts.rollout.tokenizer.pad_id
+        parts.rollout.engine.generate(weights, prompts, GROUP, seed=0), parts.rollout.tokenizer.pad_id
     )
     learner, _ = parts.learner.logprob_step(state.policy.params, rows)
     apart = np.abs(behaviour - np.asarray(learner))[np.asarray(rows.mask)]

@@ -78,8 +78,8 @@ def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: str) -> di
 def measure(preset: str, limits: EngineConfig, dtype: str, allocate: bool) -> list[bench.Row]:
     model, partition = qwen3.preset(preset), partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, model.vocab))
-    config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
-    drafter = draft.drafter(DrafterConfig(7, config.sampling, config.dtype, partition))
+    config = InferenceConfig(Sampling(), limits, 0, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype))
+    drafter = draft.drafter(DrafterConfig(7, config.sampling, config.dtype, partition=partition))
     parts = bench.engine_parts(model, draft, drafter, config, bench.Stops((model.vocab,)), partition)
     make = functools.partial(empty_slots, parts, limits)
     found = buffers(*(jax.jit(make)() if allocate else jax.eval_shape(make)))

@@ -87,13 +87,15 @@ def load_engine(
     config = InferenceConfig(Sampling(), limits, seed=0, dtype=jnp.dtype("float32"), cache_dtype=jnp.dtype("float32"))
     method = make_method(draft, model)
     head = method.model
-    drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition))
-    params = hf.load_params(folder, model, learner, jnp.float32)
+    drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition=partition))
+    params = hf.load_params(folder, model, learner, dtype=jnp.float32)
     drafted = (head.load(draft.path, learner), head.load_vocab_map(draft.path, model)) if head else (None, None)
-    weights = jax.block_until_ready(make_prepare(model, head, config, partition, partition)(params, *drafted))
+    weights = jax.block_until_ready(
+        make_prepare(model, head, config, partition=partition, learner=partition)(params, *drafted)
+    )
     # An id outside the vocabulary, so that a row of fixed length does not end early.
     stops = Stops((model.vocab if eos is None else eos,))
-    return make_rollout_engine(model, head, drafter, config, stops, partition), weights
+    return make_rollout_engine(model, head, drafter, config=config, tokenizer=stops, partition=partition), weights
 
 
 def ours(
@@ -206,7 +208,7 @@ def measure(
 
 def save_random(folder: str, model: Qwen3Config) -> None:
     partition = partitioner(make_mesh(MESH, jax.devices()[:1]), LEARNER)
-    hf.save_params(folder, init_random_params(jax.random.key(0), param_specs(model), partition), model, "float32")
+    hf.save_params(folder, init_random_params(jax.random.key(0), param_specs(model), partition), model, dtype="float32")
 
 
 def random_work(name: str, folder: str, batch: int, new_tokens: int) -> Workload:

@@ -59,7 +59,7 @@ def measure(parts: Parts, seed: int) -> bench.Row:
     state = initial_state(parts.learner)
     weights, _ = prepare(parts.learner, parts.rollout, state)
     prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
-    drawn = parts.rollout.engine.generate(weights, prompts, GROUP, seed)
+    drawn = parts.rollout.engine.generate(weights, prompts, GROUP, seed=seed)
     n = len(drawn.length)
     training_batch = TrainingBatch(drawn, np.zeros(n, np.float32), np.ones(n, bool))
     batch = learner_batch(training_batch, parts.rollout.tokenizer.pad_id, parts.learner.packing)

@@ -71,9 +71,11 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
     rollout, scorer, weights = case
     tokenizer, config = rollout.tokenizer, rollout.plan.config
     problems = next(load_problems(config, tokenizer).stream(count // 8))
-    asked, turns = begin_conversations(scorer, config, tokenizer, problems, 8, seed, lambda: None)
+    asked, turns = begin_conversations(
+        scorer, config, tokenizer, problems=problems, samples=8, step=seed, waiting=lambda: None
+    )
     prompts, start = [tokenizer.encode(problem.prompt) for problem in asked], time.perf_counter()
-    found = rollout.engine.generate(weights, prompts, 8, seed, turns=turns)
+    found = rollout.engine.generate(weights, prompts, 8, seed=seed, turns=turns)
     seconds = time.perf_counter() - start
     computed = int(found.prefilled.sum() + found.policy_tokens.sum()) / int(found.length.sum())
     tokens, verifications = int(found.policy_tokens.sum()), int(found.verifications.sum())

@@ -77,7 +77,7 @@ class MeanId(Scorer):
 
     def __call__(self, responses: Sequence[str], *_: object) -> Scores:
         rewards = np.array([statistics.fmean(map(int, response.split())) for response in responses], np.float32)
-        return Scores(rewards, {"mean_id": rewards}, rewards >= 1, {}, [None] * len(rewards))
+        return Scores(rewards, {"mean_id": rewards}, rewards >= 1, failures={}, extracted=[None] * len(rewards))
 
 
 def random_prompts(seed: int, count: int) -> list[Problem]:
@@ -93,11 +93,28 @@ def measure(steps: int, warmup: int) -> dict:
     rows = []
     with Display(warmup + steps, 0, stop) as display, tempfile.TemporaryDirectory() as folder:
         pipeline = make_pipeline(
-            rollout, stream, MeanId(), speculation, 1, display.update_phase, Devices(), workdir=folder
+            rollout,
+            stream,
+            MeanId(),
+            speculation=speculation,
+            first=1,
+            on_progress=display.update_phase,
+            devices=Devices(),
+            workdir=folder,
         )
         for step in range(1, warmup + steps + 1):
             clock = PhaseClock(display)
-            state, result = train_step(learner, rollout, state, pipeline, speculation, None, step, clock, stop)
+            state, result = train_step(
+                learner,
+                rollout,
+                state,
+                pipeline=pipeline,
+                speculation=speculation,
+                replay=None,
+                step=step,
+                clock=clock,
+                stop=stop,
+            )
             row = step_metrics(result, learner, performance)
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)

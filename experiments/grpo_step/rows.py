@@ -81,7 +81,7 @@ def without_loss(batch: LearnerBatch, length: np.ndarray, size: int) -> LearnerB
     mask = np.pad(~fresh[:, 1:], ((0, 0), (0, 1)))
     parts: Any = (tokens, positions.astype(np.int32), tokens, mask, fresh.cumsum(axis=1).astype(np.int32))
     ones = np.ones((rows, T), np.float32)
-    return LearnerBatch(Rows(*parts), -4.85 * ones, ones, mask)
+    return LearnerBatch(Rows(*parts), -4.85 * ones, ones, loss_mask=mask)
 
 
 def temporaries(case: Case, state: RunState) -> int:
@@ -102,7 +102,7 @@ def timed(case: Case, state: RunState) -> tuple[RunState, float, float]:
     old = score(case.learner, state.policy.params, case.batch.rows)
     middle = time.perf_counter()
     inputs: Any = LossInputs(old, None, case.batch.advantages)  # type: ignore[arg-type]
-    state, _ = update(case.learner, state, case.batch.rows, inputs, train_draft=True)
+    state, _ = update(case.learner, state, case.batch.rows, inputs=inputs, train_draft=True)
     jax.block_until_ready(state)
     return state, middle - start, time.perf_counter() - middle
 

@@ -46,7 +46,7 @@ CHECKED = {
     "block": Sampling(rule="block"),
     "coupled": Sampling(rule="coupled"),
     "greedy": Sampling(0.0),
-    "cut": Sampling(0.7, 50, 0.95, "block"),
+    "cut": Sampling(0.7, 50, 0.95, rule="block"),
 }
 
 
@@ -94,7 +94,7 @@ def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> VerifyInp
     draft = target[:, :k][..., vocab_map] + 0.5 * jax.random.normal(keys[2], (B, k, Vd))
     tokens = vocab_map[jax.random.categorical(keys[3], draft)]
     noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
-    return VerifyInputs(noise, Draft(tokens, draft, jnp.zeros(B, bool), vocab_map), target)
+    return VerifyInputs(noise, Draft(tokens, draft, jnp.zeros(B, bool), vocab_map=vocab_map), target)
 
 
 def check(
@@ -317,7 +317,9 @@ def main() -> int:
     limits = keep("ceilings", ceilings(shapes))
     keep("verify", list(time_verify(shapes, kernels, limits)))
     keep("logprobs", time_logprobs(shapes, limits))
-    attention = find_attention("auto", shapes.rows[3], jnp.dtype("bfloat16"), partitioner(bench.one_device(), LEARNER))
+    attention = find_attention(
+        "auto", shapes.rows[3], jnp.dtype("bfloat16"), partition=partitioner(bench.one_device(), LEARNER)
+    )
     attention = functools.partial(by_splash, interpret=True) if a.small else attention
     keep("attention", list(time_attention(shapes, attention, limits)))
     keep("iterations", list(time_iterations(shapes, limits)))

@@ -83,7 +83,7 @@ def measure(parts: Parts) -> bench.Row:
         return stand_in(jax.ShapeDtypeStruct(sizes, dtype))
 
     ints = shape(B, T, dtype=jnp.int32)
-    rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
+    rows = Rows(ints, ints, ints, mask=shape(B, T, dtype=jnp.bool_))
     state = abstract_run_state(parts.learner)
     reference = shape(B, T) if s.grpo.kl_coef else None
     policy = jax.make_jaxpr(parts.learner.policy_step.gradient)(

@@ -5,9 +5,12 @@
 
 For each kind of draft and each pipeline mode, `main.py` of both trees makes the same short RL run on this machine:
 configs/rlzero_tiny.py:smoke, with a reward that differs from answer to answer and learning rates that move the policy
-and the draft. The draft length is fixed, since the controller reads the clock.
+and the draft. The draft length is fixed, since the controller reads the clock. With an EAGLE-3 head so are further
+modes: rollouts of a worker's process, exact ones that begin early, quantised weights; with a suffix draft conversations
+with an environment.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -29,6 +32,8 @@ from specrl_jax.io.metrics import read_metrics
 ROOT = pathlib.Path(__file__).parents[2]
 KINDS = ("none", "eagle3", "mtp", "model", "ngram", "suffix")
 MODES = ("sync", "async")
+# Of one kind of draft each.
+FURTHER = {"workers": "eagle3", "exact": "eagle3", "quantised": "eagle3", "environment": "suffix"}
 STEPS = 4
 
 # Metrics whose names start so depend on the clock.
@@ -69,13 +74,20 @@ OVERRIDES = {
     "checkpoint.keep": STEPS,
 }
 OF_KIND = {"model": {"draft.preset": "nano"}}
-OF_MODE = {
-    "async": {
-        "pipeline.mode": "async",
-        "pipeline.rollout_devices": 1,
-        "pipeline.lag": 1,
-        "grpo.correction": "token_truncate",
-    }
+ASYNC = {"pipeline.mode": "async", "pipeline.lag": 1, "grpo.correction": "token_truncate"}
+OF_MODE: dict[str, dict[str, object]] = {
+    "async": ASYNC | {"pipeline.rollout_devices": 1},
+    "workers": ASYNC | {"pipeline.workers": 1},
+    "exact": {"pipeline.weight_update": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"},
+    "quantised": {"rollout.quantize": "int8", "grpo.correction": "token_truncate"},
+    "environment": {
+        "data.task": "calls",
+        "environment.name": "tiny_calculator",
+        "environment.turns": 3,
+        "rollout.max_prompt_tokens": 10,
+        "rollout.max_response_tokens": 40,
+        "rollout.prefill_tokens": 16,
+    },
 }
 
 REWARD = '''"""A reward that differs from answer to answer."""
@@ -95,6 +107,13 @@ class Run(NamedTuple):
     rollouts: list[Any]  # one a recorded rollout, in order
     arrays: dict[str, np.ndarray]  # of every checkpoint, by step and path
     host: dict[str, object]  # JSON beside each checkpoint's arrays, by step
+
+
+def combinations(kinds: str, modes: str) -> list[tuple[str, str]]:
+    """Return (kind, mode) of the runs asked for: every kind in the pipeline modes, the further modes with theirs."""
+    asked = modes.split(",")
+    every = [(kind, mode) for kind in kinds.split(",") for mode in asked if mode not in FURTHER]
+    return every + [(FURTHER[mode], mode) for mode in asked if mode in FURTHER]
 
 
 def overrides(kind: str, mode: str, extra: Mapping[str, str]) -> dict[str, object]:
@@ -118,11 +137,18 @@ def launch(
         "JAX_COMPILATION_CACHE_DIR": cache,
         "PYTHONPATH": str(rewards),
     }
-    if settings.get("pipeline.mode") != "async":
+    if "pipeline.rollout_devices" not in settings:
         environment["XLA_FLAGS"] = ""
     command = [sys.executable, *program, "--config", "configs/rlzero_tiny.py:smoke", "--workdir", str(workdir)]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    with contextlib.ExitStack() as ending:
+        for _ in range(int(str(settings.get("pipeline.workers", 0)))):
+            worker = [*command, "--config.task=rollout"]
+            output = subprocess.DEVNULL
+            process = subprocess.Popen(worker, cwd=tree, env=environment, stdout=output, stderr=output)
+            ending.callback(process.wait)
+            ending.callback(process.terminate)  # where the learner could not end it
+        return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
 
 
 def execute(tree: pathlib.Path, workdir: pathlib.Path, settings: Mapping[str, object], cache: str) -> None:
@@ -257,14 +283,14 @@ def report(kind: str, mode: str, old: Run, new: Run, found: list[str]) -> str:
     metrics = len(set().union(*new.rows) - {"step"})
     verdict = f"{len(found)} differences; {found[0]}" if found else "equal"
     counts = f"{len(new.rows):>4} {metrics:>7} {len(new.rollouts):>8} {len(new.arrays):>6}"
-    return f"{kind:<7} {mode:<5} {counts}  {verdict}"
+    return f"{kind:<7} {mode:<11} {counts}  {verdict}"
 
 
 def main() -> None:
     parser = commands.Parser(__doc__, small={"kinds": "ngram", "modes": "sync"})
     parser.add_argument("--against", required=True, type=pathlib.Path, help="checkout of the other version")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of draft, separated by commas")
-    parser.add_argument("--modes", default=",".join(MODES), help="pipeline modes, separated by commas")
+    parser.add_argument("--modes", default=",".join((*MODES, *FURTHER)), help="modes, separated by commas")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for the other version's runs, read again if there")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of both runs")
     a = parser.parse_args()
@@ -275,16 +301,15 @@ def main() -> None:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or os.path.join(folder, "compiled")
         keep = (a.keep or pathlib.Path(folder) / "old").resolve()
         keep.mkdir(parents=True, exist_ok=True)
-        print("draft   mode  rows metrics rollouts arrays  result", flush=True)
-        for kind in a.kinds.split(","):
-            for mode in a.modes.split(","):
-                old = make(a.against.resolve(), keep, kind, mode, extra, cache)
-                new = make(ROOT, pathlib.Path(folder), kind, mode, extra, cache)
-                found = differences(old, new)
-                print(report(kind, mode, old, new, found), flush=True)
-                for line in found[1:20]:
-                    print(f"    {line}", flush=True)
-                failed |= bool(found)
+        print("draft   mode        rows metrics rollouts arrays  result", flush=True)
+        for kind, mode in combinations(a.kinds, a.modes):
+            old = make(a.against.resolve(), keep, kind, mode, extra, cache)
+            new = make(ROOT, pathlib.Path(folder), kind, mode, extra, cache)
+            found = differences(old, new)
+            print(report(kind, mode, old, new, found), flush=True)
+            for line in found[1:20]:
+                print(f"    {line}", flush=True)
+            failed |= bool(found)
     sys.exit(failed)
 
 

@@ -68,7 +68,7 @@ def measure(workload: str, seed: int, head: str, argmax: bool, prompts: int) -> 
     config.grpo.prompts_per_step = prompts
     learner, rollout, state, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
-        found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
+        found = rollout.engine.generate(weights, work.prompts, work.samples, seed=work.seed, lengths=FixedLength(k))
         distances = total_variation(learner, state, found, rollout.tokenizer.pad_id)
         yield from positions_of(found, (workload, seed, head, "argmax" if argmax else "sampled", k), distances)
 

@@ -39,7 +39,7 @@ def step_seconds(found: Measured, lag: int, contention: float) -> float:
     """Predict the seconds of a step from the synchronous phases of seed 0."""
     phases = PhaseSeconds(*(np.array([[found.phases[phase][0]]]) for phase in PHASES))
     steady = Steady(phases.generate, phases.generate)
-    return float(asynchronous(phases, steady, np.array([[lag]]), False, contention).total[0, 0])
+    return float(asynchronous(phases, steady, np.array([[lag]]), in_flight=False, contention=contention).total[0, 0])
 
 
 def solve_contention(found: Measured) -> float:

@@ -107,9 +107,9 @@ def grids(kept: Sequence[paper.Calibrated]) -> tuple[list[Row], list[Row]]:
     for case in CASES:
         for loop, view in LOOPS.items():
             scenarios, name = [case.scenario(view(c)) for c in kept], {"case": f"{case.name}, {loop}"}
-            cells = scale_cells(case.all_devices, LAGS, case.k, case.acceptance)
+            cells = scale_cells(case.all_devices, LAGS, case.k, acceptance=case.acceptance)
             scale += [name | r for r in drawn_rows(scenarios, *cells)]
-            draft += [name | r for r in drawn_rows(scenarios, *draft_cells(case.devices, 0, DRAFTED, RATES))]
+            draft += [name | r for r in drawn_rows(scenarios, *draft_cells(case.devices, 0, DRAFTED, rates=RATES))]
     return scale, draft
 
 
@@ -140,7 +140,7 @@ def lag_table(scale: Sequence[Row]) -> str:
 
 def plot(path: str, rows: list[Row], axes: tuple[str, str], marks: Marks) -> None:
     names = list(dict.fromkeys(r["case"] for r in rows))
-    heatmaps(path, names, [[r for r in rows if r["case"] == name] for name in names], axes, marks)
+    heatmaps(path, names, [[r for r in rows if r["case"] == name] for name in names], axes=axes, marks=marks)
 
 
 def timed(s: Scenario, count: int) -> Row:

@@ -104,7 +104,7 @@ def answers(mean: float) -> EmpiricalLengths:
 def tiny_schedule(slots: int) -> EngineSchedule:
     """Return the engine's schedule: refill at a quarter free slots or a chunk's end; batches of all, 1/4, 1/16."""
     sizes = tuple(share for share in (1 / 4, 1 / 16) if (slots * share) % 1 == 0)
-    return EngineSchedule(0.25, 16, sizes, PROMPT_LIMIT + RESPONSE_LIMIT)
+    return EngineSchedule(0.25, 16, sizes, cache_length=PROMPT_LIMIT + RESPONSE_LIMIT)
 
 
 def rollout_seconds(hardware: Hardware, cells: list[Row], preset: str = "tiny", draft_vocab: int = 32) -> np.ndarray:
@@ -116,8 +116,8 @@ def rollout_seconds(hardware: Hardware, cells: list[Row], preset: str = "tiny", 
         mean = c["tokens"] / c["rollouts"]
         drafting = Drafting(np.array([[k]]), cumulative_acceptance(np.array([[c["acceptance"]]]), k))
         jitter = float(drafting.jitter(mean)[0, 0])
-        lengths = sample(answers(mean), c["rollouts"], c["rollouts"], jitter)
-        dealt = profile(lengths, c["slots"], PROMPT, tiny_schedule(c["slots"]), c["acceptance"])
+        lengths = sample(answers(mean), c["rollouts"], c["rollouts"], jitter=jitter)
+        dealt = profile(lengths, c["slots"], PROMPT, schedule=tiny_schedule(c["slots"]), tokens=c["acceptance"])
         spent = run(decoder, dealt, drafting).seconds
         prefill = decoder.prefill(c["rollouts"] / c["group"] * PROMPT_LIMIT, PROMPT_LIMIT)
         out.append(float(spent[0, 0]) + float(prefill))
@@ -244,12 +244,14 @@ def step_seconds(machine: Hardware, pace: dict[str, float], runs: list[Row]) -> 
     for r in runs:
         lengths = answers(r["tokens"] / 128)
         speculative = r["kind"] != "none"
-        w = Workload(128, 8, PROMPT, PROMPT_LIMIT, lengths, 128, ttt_steps=3 if speculative else 0)
+        w = Workload(
+            128, 8, PROMPT, longest_prompt=PROMPT_LIMIT, lengths=lengths, slots=128, ttt_steps=3 if speculative else 0
+        )
         s = Scenario(
             tiny,
             head_config(tiny, 32) if speculative else None,
             machine,
-            w,
+            workload=w,
             precision=FLOAT32,
             learner_dtype="float32",
             schedule=tiny_schedule(128),

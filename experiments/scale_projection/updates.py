@@ -70,18 +70,18 @@ def _way(s: Scenario, p: Points, name: str, update: Update, base: float) -> list
     """Return the rows of one way; where it gains nothing, over the same devices in turn and over the same division."""
     rows = []
     for d in DISAGREEMENTS if update.exact else (0.0,):
-        q = divided(s, p, update, d)
-        found = simulate_update(s, q, update, d)
+        q = divided(s, p, update, disagreement=d)
+        found = simulate_update(s, q, update, disagreement=d)
         row = {"way": name, "disagreement": d, "faster": base / found.seconds} | found._asdict()
         row["rollout_devices"] = int(q.rollout_devices[0])
         if update.beside:
-            row["formula_over_events"] = float(formula(s, q, update, d)[0]) / found.seconds
+            row["formula_over_events"] = float(formula(s, q, update, disagreement=d)[0]) / found.seconds
         rows.append(row)
     if update.exact:
         rows[0]["break_even"] = break_even(np.array(DISAGREEMENTS), np.array([r["seconds"] for r in rows]), base)
         q = divided(s, p, update)
         apart = simulate_update(s, q, MODES["synchronous"]).seconds
-        same = np.array([simulate_update(s, q, update, d).seconds for d in DISAGREEMENTS])
+        same = np.array([simulate_update(s, q, update, disagreement=d).seconds for d in DISAGREEMENTS])
         rows[0]["break_even_same_split"] = break_even(np.array(DISAGREEMENTS), same, apart)
         rows[0]["faster_same_split"] = apart / same[0]
     return rows

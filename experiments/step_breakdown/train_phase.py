@@ -56,7 +56,7 @@ def measure(rounds: int, variant: str) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"round": i}
         for kind in sorted(KINDS, reverse=i % 2 == 0):
             start = time.perf_counter()
-            states[kind], _ = update(cases[kind].learner, states[kind], rows, inputs, train_draft=False)
+            states[kind], _ = update(cases[kind].learner, states[kind], rows, inputs=inputs, train_draft=False)
             jax.block_until_ready(states[kind])
             row[kind] = time.perf_counter() - start
         found.append(row)

@@ -65,9 +65,9 @@ def measured_rounds(workload: str, slots: int, prompts: int, rounds: int) -> Ite
     config.draft.length, config.rollout.num_slots, config.grpo.prompts_per_step = max(LENGTHS), slots, prompts
     _, rollout, _, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
-        timed(rollout.engine, weights, work, FixedLength(k))
+        timed(rollout.engine, weights, work, lengths=FixedLength(k))
     for i, k in bench.in_turn(LENGTHS, rounds):
-        found, seconds = timed(rollout.engine, weights, work._replace(seed=i), FixedLength(k))
+        found, seconds = timed(rollout.engine, weights, work._replace(seed=i), lengths=FixedLength(k))
         yield {"k": k, "round": i, "tokens": int(found.response_length.sum()), "seconds": seconds}
 
 

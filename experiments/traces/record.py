@@ -30,7 +30,11 @@ def record(workload: str, seed: int, prompts: int, lengths: list[int]) -> Iterat
     for k in lengths:
         # Each length has noise of its own, so that their rollouts are independent.
         found = rollout.engine.generate(
-            weights, work.prompts, work.samples, work.seed * len(LENGTHS) + LENGTHS.index(k), lengths=FixedLength(k)
+            weights,
+            work.prompts,
+            work.samples,
+            seed=work.seed * len(LENGTHS) + LENGTHS.index(k),
+            lengths=FixedLength(k),
         )
         yield from traces_of(found, workload, seed, k)
 

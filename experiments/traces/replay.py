@@ -29,7 +29,7 @@ def seconds(
     """
     iterations = np.maximum(stretch * np.array([t.iterations for t in traces]), 1.0)
     each = response_tokens(traces, stretch) / iterations.sum()
-    p = profile(iterations, slots, prompt / each, EngineSchedule(), 1.0)
+    p = profile(iterations, slots, prompt / each, schedule=EngineSchedule(), tokens=1.0)
     return float((p.tokens * clock(p.batch, traces[0].k, each * p.context)).sum())
 
 

@@ -35,7 +35,7 @@ def attend(q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Arra
     B, Q, N, H = q.shape
     C, K, _, T, _ = pages.shape
     wide, M = jnp.promote_types(q.dtype, jnp.float32), Q * N // K
-    seen = last_seen(table, positions, C, T)
+    seen = last_seen(table, positions, C, T=T)
     # A row's own page in place of one that it has not: its weights are 0, but 0 * NaN is NaN.
     table = jnp.minimum(jnp.where(table < C, table, table[:, :1]), C - 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(1, BLOCK // T))), mode="edge")
@@ -112,7 +112,7 @@ def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Arra
       pool: [C, T, ...], or [C, K, 2, T, H] for new [B, Q, K, 2, H].
     """
     axis = 3 if new.ndim == 5 else 1
-    page, offset = find(table, positions, len(pool), pool.shape[axis])
+    page, offset = find(table, positions, len(pool), T=pool.shape[axis])
     index: tuple[jax.Array, ...] = page, offset
     if axis == 3:
         # Heads are indices too: of a slice, XLA on a TPU would keep the pool in another layout, and copy it to read it.
@@ -123,7 +123,7 @@ def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Arra
 
 def read(pool: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
     """Read `positions` [B, Q] of the rows' pages in a pool [C, T, ...]; zeros where a row has no page."""
-    return loaded(pool.at[find(table, positions, *pool.shape[:2])].get(mode="fill", fill_value=0))
+    return loaded(pool.at[find(table, positions, pool.shape[0], T=pool.shape[1])].get(mode="fill", fill_value=0))
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -67,7 +67,9 @@ def attend_fused(
     _, Q, K, parts, _ = fused.shape
     M = Q * (parts - 2)
     rows = -(-M // TILE) * _stored(M)
-    queries, pages = heads_gpu.place(fused, heads, epsilon, pages, table.write, positions, rows, interpret)
+    queries, pages = heads_gpu.place(
+        fused, heads, epsilon, pages=pages, table=table.write, positions=positions, rows=rows, interpret=interpret
+    )
     return _attend(queries, pages, table.read, positions, K * (parts - 2), fused.dtype, interpret), pages
 
 
@@ -87,7 +89,7 @@ def _attend(
 ) -> jax.Array:
     """Attend from the queries [B, K, tiles * stored, H] of N heads; return [B, Q, N, H] of `dtype`."""
     (B, Q), (C, K, _, T, H) = positions.shape, pages.shape
-    seen = last_seen(table, positions, C, T)
+    seen = last_seen(table, positions, C, T=T)
     M = Q * N // K
     tiles, stored = -(-M // TILE), _stored(M)
     per_query = jnp.pad(jnp.repeat(seen, N // K, axis=1), ((0, 0), (0, tiles * TILE - M)), constant_values=-1)

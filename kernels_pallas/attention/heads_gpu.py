@@ -27,6 +27,7 @@ def place(
     fused: jax.Array,
     heads: Heads,
     epsilon: float,
+    *,
     pages: jax.Array,
     table: jax.Array,
     positions: jax.Array,
@@ -46,7 +47,7 @@ def place(
       [B, K, rows, H] in the dtype of the pages, of which those beyond Q R hold anything; the pages [C, K, 2, T, H].
     """
     B, Q, K, parts, H = fused.shape
-    page, offset = find(table, positions, len(pages), pages.shape[3])
+    page, offset = find(table, positions, len(pages), T=pages.shape[3])
     sin, cos = (x.reshape(B, Q, HALF) for x in (heads.sin, heads.cos))
     # Lane i is turned with lane i + 64, and that with -sin. All layers share this array, and what says which is which.
     low = jnp.concatenate([jnp.ones_like(sin), jnp.zeros_like(sin)], -1)

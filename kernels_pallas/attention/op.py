@@ -33,7 +33,10 @@ class Kernel:
 
 
 # By `jax.Device.platform`; other platforms compile `blocks`.
-KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits, gpu.attend_fused, heads_gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
+KERNELS = {
+    "gpu": Kernel(gpu.attend, gpu.fits, gpu.attend_fused, fits_fused=heads_gpu.fits),
+    "tpu": Kernel(tpu.attend, tpu.fits),
+}
 HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have
 MOST_QUERIES = 16  # of a row; more are a piece of a prompt, which `blocks` reads once for all of them
 Axes = str | tuple[str, ...] | None
@@ -77,7 +80,7 @@ def attend(
     fn = functools.partial(_attend, kernel)
     by_head, by_row = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     specs = (by_head, PartitionSpec(rows, heads), by_row, by_row)
-    return on_each_device(fn, mesh, specs, by_head)(q, pages, table, positions)
+    return on_each_device(fn, mesh, specs, out_specs=by_head)(q, pages, table, positions)
 
 
 def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -87,7 +90,7 @@ def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Ar
     return fn(q, pages, table, positions)
 
 
-def fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, device: jax.Device) -> AttendFused | None:
+def fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, *, device: jax.Device) -> AttendFused | None:
     """Return what attends from a fused product [B, Q, K, R + 2, H] on this device; None: nothing does.
 
     It takes all shapes or none of what devices hold parts of.
@@ -104,6 +107,7 @@ def attend_fused(
     kernel: AttendFused,
     fused: jax.Array,
     heads: Heads,
+    *,
     epsilon: float,
     pages: jax.Array,
     table: Table,
@@ -131,7 +135,7 @@ def attend_fused(
     by_head, by_row, pool = PartitionSpec(rows, None, split), PartitionSpec(rows), PartitionSpec(rows, split)
     # A prefix stands for both parts of the table.
     specs = (by_head, (PartitionSpec(), PartitionSpec(), by_row, by_row), pool, by_row, by_row)
-    return on_each_device(fn, mesh, specs, (by_head, pool))(*arrays)
+    return on_each_device(fn, mesh, specs, out_specs=(by_head, pool))(*arrays)
 
 
 def kernel_of(device: jax.Device) -> Kernel | None:
@@ -156,13 +160,14 @@ def write(
     Where the table names no page, and at a negative position, nothing is written. The other arguments are those of
     `attend`.
     """
-    return write_pool(pages, table, positions, jnp.stack([keys, values], axis=3), mesh, rows, heads)
+    return write_pool(pages, table, positions, new=jnp.stack([keys, values], axis=3), mesh=mesh, rows=rows, heads=heads)
 
 
 def write_pool(
     pool: jax.Array,
     table: jax.Array,
     positions: jax.Array,
+    *,
     new: jax.Array,
     mesh: Mesh | None = None,
     rows: Axes = None,
@@ -173,12 +178,12 @@ def write_pool(
     pool_spec = PartitionSpec(rows, heads) if by_head else PartitionSpec(rows)
     new_spec = PartitionSpec(rows, None, heads) if by_head else PartitionSpec(rows)
     specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)
-    return on_each_device(blocks.write, mesh, specs, pool_spec)(pool, table, positions, new)
+    return on_each_device(blocks.write, mesh, specs, out_specs=pool_spec)(pool, table, positions, new)
 
 
 def read_pool(
-    pool: jax.Array, table: jax.Array, positions: jax.Array, mesh: Mesh | None = None, rows: Axes = None
+    pool: jax.Array, table: jax.Array, positions: jax.Array, *, mesh: Mesh | None = None, rows: Axes = None
 ) -> jax.Array:
     """Read `positions` [B, Q] of a pool [C, T, ...]: [B, Q, ...]; zeros where the table names no page."""
     spec = PartitionSpec(rows)
-    return on_each_device(blocks.read, mesh, (spec, spec, spec), spec)(pool, table, positions)
+    return on_each_device(blocks.read, mesh, (spec, spec, spec), out_specs=spec)(pool, table, positions)

@@ -42,7 +42,7 @@ def attend(
     C, K, _, T, _ = pages.shape
     run = min(T, BLOCK)  # positions of a page that a block holds
     n = BLOCK // run  # pages of a block
-    table_, seen = jnp.minimum(table, C - 1), last_seen(table, positions, C, T)
+    table_, seen = jnp.minimum(table, C - 1), last_seen(table, positions, C, T=T)
     if not interpret:
         # Else XLA copies a pool that would fit into VMEM there and back, in every iteration.
         pages = pltpu.with_memory_space_constraint(pages, pltpu.HBM)

@@ -40,13 +40,13 @@ class Heads(NamedTuple):
     cos: jax.Array  # [B, Q, 1, H / 2] float32
 
 
-def find(table: jax.Array, positions: jax.Array, C: int, T: int) -> tuple[jax.Array, jax.Array]:
+def find(table: jax.Array, positions: jax.Array, C: int, *, T: int) -> tuple[jax.Array, jax.Array]:
     """Return page and offset [B, Q] of each position; page C: none."""
     column = jnp.where(positions < 0, table.shape[1], positions // T)
     return jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C), positions % T
 
 
-def last_seen(table: jax.Array, positions: jax.Array, C: int, T: int) -> jax.Array:
+def last_seen(table: jax.Array, positions: jax.Array, C: int, *, T: int) -> jax.Array:
     """Return the last position [B, Q] that each query sees: its own, or the end of its row's pages; -1: none."""
     held = (table < C).sum(axis=1, keepdims=True, dtype=positions.dtype) * T
     return jnp.maximum(jnp.minimum(positions, held - 1), -1)

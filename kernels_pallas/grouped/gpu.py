@@ -107,7 +107,7 @@ def _tiles(
     def grouped_matmul(rows_ref: Any, owners_ref: Any, *refs: Any) -> None:
         given, refs = refs[: len(matrices)], refs[len(matrices) :]
         scale_refs, (out_ref, *scratch) = refs[: len(scales)], refs[len(scales) :]
-        buffers = Buffers(scratch[0], scratch[1], scratch[3] if scales else None, scratch[2])
+        buffers = Buffers(scratch[0], scratch[1], scratch[3] if scales else None, barriers=scratch[2])
         results = scratch[4 if scales else 3 :]
         tile, column = jax.lax.axis_index("tile"), jax.lax.axis_index("column")
         owner = owners_ref[tile]

@@ -69,9 +69,9 @@ def statistics(
                 options,
                 [buffer[i, 0], buffer[i, 1]],
                 given["temperature"][r],
-                columns,
-                [given["outside"][pl.ds(start + h * HALF, HALF)] for h in (0, 1)] if options.outside else None,
-                tiles.halves_of_noise(given["seed"][0], given["ids"][r], given["positions"][r], columns)
+                columns=columns,
+                outside=[given["outside"][pl.ds(start + h * HALF, HALF)] for h in (0, 1)] if options.outside else None,
+                noise=tiles.halves_of_noise(given["seed"][0], given["ids"][r], given["positions"][r], columns=columns)
                 if options.noise
                 else None,
                 keepdims=False,
@@ -127,8 +127,8 @@ def residual(
                 options,
                 [x[i, 0], x[i, 1]],
                 [d[i, 0], d[i, 1]],
-                _columns(lanes_ref, start),
-                jax.tree.unflatten(structure, [number[n] for number in numbers]),
+                columns=_columns(lanes_ref, start),
+                terms=jax.tree.unflatten(structure, [number[n] for number in numbers]),
                 keepdims=False,
             )
 

@@ -60,13 +60,15 @@ def verify(
     draft = dataclasses.replace(inputs.draft, confidence=None)
     if draft.logits is not None:
         draft = dataclasses.replace(draft, logits=draft.logits.astype(jnp.float32))
-    inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32), inputs.sampling)
+    inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32), sampling=inputs.sampling)
     fn = functools.partial(tiled.verify, sampling=sampling, kernels=kernels)
     # XLA cannot split a kernel over devices: each device verifies its own rows, without communication.
     row, replicated = _spec(rows), _spec(None)
     sampled = None if inputs.sampling is None else RowSampling(row, row, row)
-    specs = VerifyInputs(Noise(replicated, row, row), Draft(row, row, row, replicated, row), row, sampled)
-    return cast(Verified, on_each_device(fn, mesh, (specs,), PartitionSpec(rows))(inputs))
+    specs = VerifyInputs(
+        Noise(replicated, row, row), Draft(row, row, row, vocab_map=replicated, num_drafted=row), row, sampling=sampled
+    )
+    return cast(Verified, on_each_device(fn, mesh, (specs,), out_specs=PartitionSpec(rows))(inputs))
 
 
 def _spec(rows: str | tuple[str, ...] | None) -> jax.Array:

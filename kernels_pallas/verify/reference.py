@@ -68,7 +68,7 @@ def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
     top = log_weights.max(axis=-1, keepdims=True)
     logprobs = (_pick(log_weights, tokens) - top[..., 0]) - jnp.log(jnp.exp(log_weights - top).sum(axis=-1))
     mask = jax.tree.map(lambda x: x[:, : k + 1], mask)
-    return Verified(tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask)
+    return Verified(tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask=mask)
 
 
 def by_exact_match(draft: Draft, drawn: jax.Array) -> Emitted:

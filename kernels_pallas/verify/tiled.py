@@ -97,7 +97,7 @@ def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verifi
     outside = None
     if by_ratio and sampling.rule == "block" and draft.vocab_map is not None:
         outside = jnp.ones(V, jnp.float32).at[draft.vocab_map].set(0.0)
-    options = TileOptions(V, outside is not None, by_best, coupled)
+    options = TileOptions(V, outside is not None, by_best, noise=coupled)
     ids = jnp.repeat(noise.rollout_id, Q)
     positions = (noise.position[:, None] + jnp.arange(Q)[None]).reshape(-1)
     noises = Noise(noise.seed, ids, positions) if options.noise else None
@@ -122,7 +122,7 @@ def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verifi
         emitted = choose_rows(by_match, jax.lax.cond(by_match.any(), plain, lambda: ratio), ratio)
     logprobs = (rows.pick(index, emitted.tokens) - rows.top[index]) - rows.log_sum[index]
     mask = jax.tree.map(lambda x: x[:, : k + 1], mask)
-    return Verified(emitted.tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask)
+    return Verified(emitted.tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask=mask)
 
 
 def _best(found: Statistics) -> jax.Array:
@@ -135,7 +135,7 @@ def _best(found: Statistics) -> jax.Array:
 def _rows(logits: jax.Array, temperature: jax.Array, found: Statistics) -> _Rows:
     top = found.top.max(axis=-1)
     tiles = jnp.exp(found.top - top[:, None]) * found.total
-    return _Rows(logits, temperature, top, jnp.log(tiles.sum(axis=-1)), tiles)
+    return _Rows(logits, temperature, top, log_sum=jnp.log(tiles.sum(axis=-1)), tiles=tiles)
 
 
 def _columns(tile: jax.Array) -> jax.Array:
@@ -244,4 +244,4 @@ def _draw_residual(
 
 
 def _terms(target: _Target, draft: _Draft, row: jax.Array, draft_row: jax.Array, scale: jax.Array) -> ResidualTerms:
-    return ResidualTerms(target.rows.temperature[row], scale, target.rows.norm[row], draft.rows.norm[draft_row])
+    return ResidualTerms(target.rows.temperature[row], scale, target.rows.norm[row], q_norm=draft.rows.norm[draft_row])

@@ -69,6 +69,7 @@ def statistics(
     options: TileOptions,
     logits: Halves,
     temperature: jax.Array,
+    *,
     columns: Halves,
     outside: Halves | None,
     noise: Halves | None,
@@ -113,7 +114,7 @@ def statistics(
 
 
 def residual(
-    options: TileOptions, target: Halves, draft: Halves, columns: Halves, terms: ResidualTerms, keepdims: bool
+    options: TileOptions, target: Halves, draft: Halves, *, columns: Halves, terms: ResidualTerms, keepdims: bool
 ) -> jax.Array:
     """Return the sum over one tile of max(scale p - q, 0), p = exp(x - p_norm), q = exp(d - q_norm).
 
@@ -130,11 +131,11 @@ def residual(
     return jnp.sum(left[0] + left[1], axis=-1, keepdims=keepdims)
 
 
-def halves_of_noise(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, columns: Halves) -> Halves:
+def halves_of_noise(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, *, columns: Halves) -> Halves:
     """Return the Gumbel noise of a tile whose first half's tokens are columns[0].
 
     256 blocks, about 75 integer operations each.
     """
     # Tokens of tile t start at 2 HALF t, its blocks at HALF t; a shift, since backends divide by looking at signs.
     block = columns[0] - (columns[0] >> (HALF.bit_length())) * HALF
-    return counter.gumbel_halves(seed, rollout_id, position, block)
+    return counter.gumbel_halves(seed, rollout_id, position, block=block)

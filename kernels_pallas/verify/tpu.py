@@ -50,9 +50,9 @@ def statistics(
                 options,
                 _halves(logits_ref, i),
                 per_row["temperature"],
-                columns,
-                _halves(given["outside"], i) if options.outside else None,
-                tiles.halves_of_noise(per_row["seed"], per_row["ids"], per_row["positions"], columns)
+                columns=columns,
+                outside=_halves(given["outside"], i) if options.outside else None,
+                noise=tiles.halves_of_noise(per_row["seed"], per_row["ids"], per_row["positions"], columns=columns)
                 if options.noise
                 else None,
                 keepdims=True,
@@ -88,7 +88,7 @@ def residual(
 
         def reduce(i: jax.Array, columns: list[jax.Array]) -> tuple[jax.Array]:
             found = tiles.residual(
-                options, _halves(target_ref, i), _halves(draft_ref, i), columns, values, keepdims=True
+                options, _halves(target_ref, i), _halves(draft_ref, i), columns=columns, terms=values, keepdims=True
             )
             return (found,)
 

@@ -84,7 +84,7 @@ def members(section: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]
             continue
         is_list = typing.get_origin(kind) is tuple
         entry = typing.get_args(kind)[0] if is_list else kind
-        yield field.name, Key(prefix + field.name, entry, is_list, field.default, **field.metadata)
+        yield field.name, Key(prefix + field.name, entry, is_list, default=field.default, **field.metadata)
 
 
 def keys(section: type, prefix: str = "") -> Iterator[Key]:

@@ -153,10 +153,10 @@ class Reader:
     def _problem(self, row: Row, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
         """Return the row's problem, or None if it is left out and counted."""
         try:
-            problem = parse_problem(row, schema, self.format, self.tokenizer, self.tests_fault)
+            problem = parse_problem(row, schema, self.format, tokenizer=self.tokenizer, tests_fault=self.tests_fault)
             if not self.other_columns:
                 problem = problem._replace(row={})
-            special = holds_special(row.where, problem.prompt, self.tokenizer, self.special_tokens)
+            special = holds_special(row.where, problem.prompt, self.tokenizer, special_tokens=self.special_tokens)
             before = answers.get(problem.prompt)
             if before is not None:
                 counts.repeated += 1
@@ -189,6 +189,7 @@ def parse_problem(
     row: Row,
     schema: Schema,
     prompt_format: PromptFormat,
+    *,
     tokenizer: Tokenizer,
     tests_fault: TestsFault | None = None,
 ) -> Problem:
@@ -215,7 +216,7 @@ def parse_problem(
     if tests_fault and (fault := tests_fault(extracted, others)):
         raise InputError(f"{row.where}: '{schema.answer}' {fault}")
     messages = () if isinstance(prompt, str) else prompt_format.messages(prompt)
-    return Problem(text, extracted, _solution(row.content, schema), others, messages, row.where)
+    return Problem(text, extracted, _solution(row.content, schema), row=others, messages=messages, where=row.where)
 
 
 def _with_shown(prompt: str | Messages, content: dict[str, object], schema: Schema) -> str | Messages:
@@ -232,7 +233,7 @@ def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
         raise InputError(f"{where}: {error}") from None
 
 
-def holds_special(where: str, text: str, tokenizer: Tokenizer, special_tokens: str) -> bool:
+def holds_special(where: str, text: str, tokenizer: Tokenizer, *, special_tokens: str) -> bool:
     """Return whether the content of `text` holds the text of a special token.
 
     Raises InputError naming the row where data.special_tokens is "refuse".

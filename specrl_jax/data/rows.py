@@ -49,19 +49,22 @@ class Places(NamedTuple):
     tokens: int  # T, of a row
 
 
-def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, pad_id: int) -> Rows:
+def make_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, *, pad_id: int
+) -> Rows:
     """Make one row per (prompt, response), padded right to `length` tokens. Raises ValueError for a longer pair."""
     tokens = np.full((len(prompts), length), pad_id, np.int32)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         tokens[row, : len(prompt) + len(response)] = [*prompt, *response]
     prompt_length = np.array([len(prompt) for prompt in prompts])
-    return rows_of(tokens, prompt_length, prompt_length + [len(response) for response in responses], pad_id)
+    return rows_of(tokens, prompt_length, prompt_length + [len(response) for response in responses], pad_id=pad_id)
 
 
 def rows_of(
     tokens: np.ndarray,
     prompt_length: np.ndarray,
     length: np.ndarray,
+    *,
     pad_id: int,
     environment: np.ndarray | None = None,
 ) -> Rows:
@@ -75,7 +78,7 @@ def rows_of(
     if environment is not None:
         mask &= ~np.pad(environment[:, 1:], ((0, 0), (0, 1)))
     targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id)
-    return Rows(stand_in(tokens), stand_in(positions), stand_in(targets), stand_in(mask))
+    return Rows(stand_in(tokens), stand_in(positions), stand_in(targets), mask=stand_in(mask))
 
 
 def pack(length: np.ndarray, row_length: int) -> Places:
@@ -91,10 +94,10 @@ def pack(length: np.ndarray, row_length: int) -> Places:
         row[i], start[i], segment[i] = r, used[r], held[r] + 1
         used[r] += length[i]
         held[r] += 1
-    return Places(row, start, segment, int((held > 0).sum()), row_length)
+    return Places(row, start, segment, rows=int((held > 0).sum()), tokens=row_length)
 
 
-def packed(values: Array, places: Places, length: np.ndarray, empty: int | float | bool) -> np.ndarray:
+def packed(values: Array, places: Places, length: np.ndarray, *, empty: int | float | bool) -> np.ndarray:
     """Move per-token values [R, S, ...] of sequences to packed rows [B, T, ...], padded with `empty`."""
     out = np.full((places.rows, places.tokens, *values.shape[2:]), empty, values.dtype)
     for i, (row, start) in enumerate(zip(places.row, places.start)):
@@ -102,17 +105,17 @@ def packed(values: Array, places: Places, length: np.ndarray, empty: int | float
     return out
 
 
-def packed_rows(rows: Rows, places: Places, length: np.ndarray, pad_id: int) -> Rows:
+def packed_rows(rows: Rows, places: Places, length: np.ndarray, *, pad_id: int) -> Rows:
     """Pack `rows` of one sequence each, `length` [R] tokens, into `places`, with segment ids."""
     segments = np.broadcast_to(places.segment[:, None].astype(np.int32), rows.tokens.shape)
 
     def move(values: Array, empty: int | bool) -> jax.Array:
-        return stand_in(packed(values, places, length, empty))
+        return stand_in(packed(values, places, length, empty=empty))
 
     return Rows(
         move(rows.tokens, pad_id),
         move(rows.positions, 0),
         move(rows.targets, pad_id),
-        move(rows.mask, False),
-        move(segments, 0),
+        mask=move(rows.mask, False),
+        segments=move(segments, 0),
     )

@@ -50,7 +50,7 @@ def value_at(content: object, key: str) -> object:
     return value_at(content[head], rest) if rest and isinstance(content, dict) and head in content else ABSENT
 
 
-def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
+def find_schemas(names: str, fallback: Schema, count: int, *, key: str) -> Sequence[Schema]:
     """Return one schema per file, as `schema_names`; '' and KEYS are `fallback`.
 
     Raises InputError naming the config's `key`, also where one is still AUTO.

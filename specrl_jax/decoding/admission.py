@@ -57,7 +57,7 @@ def _most_valuable(worth: jax.Array, budget: int) -> Admitted:
     taken = jnp.concatenate([jnp.ones(B, bool), drafts])
     place = jnp.broadcast_to(own[:, None], (B, k + 1))
     place = place.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
-    return Admitted(row, offset, taken, place, jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
+    return Admitted(row, offset, taken, place=place, admitted=jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
 
 
 def _confidences(slots: Slots, draft: Draft) -> jax.Array:

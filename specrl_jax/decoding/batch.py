@@ -106,7 +106,7 @@ class ActiveBatch(Generic[Params, Cache]):
         """Start as many requests as there are slots and pages for, until one of them is parked."""
         while (batch := self.scheduler.schedule(self._free, self._ahead)) is not None:
             refill = self._engine.compiled.refill
-            self.slots, self._carried = refill(self._params, self.slots, self._carried, batch)
+            self.slots, self._carried = refill(self._params, self.slots, self._carried, batch=batch)
             self._counted = None
             if batch.earlier_length is not None and np.any(batch.earlier_length):
                 self._reverify()
@@ -228,8 +228,10 @@ class ActiveBatch(Generic[Params, Cache]):
         # The cost of an iteration excludes a refill or compaction that is still running.
         jax.block_until_ready((self.slots, self._carried))
         start = time.perf_counter()
-        inputs = chunk_inputs(self._seed, iterations, self._engine.config.shards, self._stop_at_rows(), sync_cache)
-        self.slots, statistics = self._engine.compiled.decode(self._params, self.slots, k, inputs)
+        inputs = chunk_inputs(
+            self._seed, iterations, self._engine.config.shards, stop_at_rows=self._stop_at_rows(), sync_cache=sync_cache
+        )
+        self.slots, statistics = self._engine.compiled.decode(self._params, self.slots, k, inputs=inputs)
         statistics = self._fetch(statistics)
         return statistics, time.perf_counter() - start
 
@@ -298,10 +300,10 @@ class ActiveBatch(Generic[Params, Cache]):
         shard = (rows // (self.size // config.shards)).astype(np.int32)
 
         def read(shard: np.ndarray, pages: np.ndarray) -> jax.Array:
-            return self._engine.compiled.read_records(self._params, self.slots, shard, pages)
+            return self._engine.compiled.read_records(self._params, self.slots, shard, pages=pages)
 
         length = self._collected.values["length"][requests]
-        parts = start_reading(read, shard, pages[rows], length, config)
+        parts = start_reading(read, shard, pages[rows], length=length, config=config)
         self._collected.add_records(requests, joined_records(self._fetch(parts), length))
 
     def collect_unfinished(self) -> None:
@@ -313,7 +315,7 @@ class ActiveBatch(Generic[Params, Cache]):
             self._collected.store_row(request, row)
         for request in self._collected.not_begun():
             number = int(self.scheduler.ids(np.array(request)))
-            self._collected.store_prompt(request, number, self.scheduler.prompt(request), self._engine.pad_id)
+            self._collected.store_prompt(request, number, self.scheduler.prompt(request), pad_id=self._engine.pad_id)
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
         """Return the rollouts that the call waits for, `samples` per prompt; call `collect_unfinished` before.
@@ -322,8 +324,9 @@ class ActiveBatch(Generic[Params, Cache]):
           version: of the weights that the call began with.
         """
         engine = self._engine
-        shared = samples, version, self._chunks, engine.eos_ids, engine.stops
-        return self._collected.rollouts(self.is_finished, *shared)
+        return self._collected.rollouts(
+            self.is_finished, samples, version, chunks=self._chunks, eos_ids=engine.eos_ids, stops=engine.stops
+        )
 
     def begun(self) -> dict[int, np.ndarray]:
         """Return id -> int32 response so far, of rollouts that the call does not wait for; as `rollouts` does."""

@@ -32,6 +32,7 @@ def calibrate(
     engine: CalibratedEngine[Params, Cache],
     params: Params,
     prompts: Sequence[Sequence[int]],
+    *,
     samples: int,
     lengths: DraftLengthPolicy,
     seed: int,
@@ -53,7 +54,7 @@ def calibrate(
         calls = []
         for k, chunks in _timed(throwaway, size, unmeasured, engine.agree, after_chunk).items():
             call, seconds, live = call_and_iteration(chunks)
-            lengths.calibrate(size, k, seconds, live)
+            lengths.calibrate(size, k, seconds, live=live)
             calls.append(call)
         lengths.calibrate_calls(size, statistics.median(calls))
 

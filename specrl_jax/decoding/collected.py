@@ -27,7 +27,7 @@ def rollout_fields(slots: Slots) -> dict[str, Any]:
 
 
 def how_ended(
-    tokens: np.ndarray, start: np.ndarray, length: np.ndarray, eos_ids: Iterable[int], stops: StopTexts | None
+    tokens: np.ndarray, start: np.ndarray, length: np.ndarray, *, eos_ids: Iterable[int], stops: StopTexts | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Say which responses or turns [R] bool, columns `start` to `length` of tokens [R, S], end by an end-of-text token,
     and which by a stop text.
@@ -64,7 +64,7 @@ class Collected:
         """Set what a request keeps of its row, which is on the host."""
         self.store(np.array([request]), {name: np.asarray(value)[None] for name, value in rollout_fields(row).items()})
 
-    def store_prompt(self, request: int, rollout_id: int, prompt: Sequence[int], pad_id: int) -> None:
+    def store_prompt(self, request: int, rollout_id: int, prompt: Sequence[int], *, pad_id: int) -> None:
         """Set a request that has not begun: its prompt and no response."""
         self.values["tokens"][request] = pad_id
         self.values["tokens"][request, : len(prompt)] = prompt
@@ -100,6 +100,7 @@ class Collected:
         finished: np.ndarray,
         samples: int,
         version: WeightsVersion,
+        *,
         chunks: Iterable[DecodeChunk],
         eos_ids: Iterable[int],
         stops: StopTexts | None,
@@ -113,7 +114,9 @@ class Collected:
         """
         total = len(finished)
         values = {name: value[:total] for name, value in self.values.items()}
-        eos, stopped = how_ended(values["tokens"], values["prompt_length"], values["length"], eos_ids, stops)
+        eos, stopped = how_ended(
+            values["tokens"], values["prompt_length"], values["length"], eos_ids=eos_ids, stops=stops
+        )
         none = np.zeros((total, 0), np.int32)
         # Not every engine collects these.
         values = {"mask_count": none, "reverified": np.zeros(total, np.int32)} | values

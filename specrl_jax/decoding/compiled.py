@@ -238,13 +238,13 @@ class CompiledFunctions(Generic[Params, Cache]):
         return self.get(Program("empty", self.sizes[0]), params)()
 
     def refill(
-        self, params: Params, slots: Slots[Cache], carried: Prompts, batch: PrefillBatch
+        self, params: Params, slots: Slots[Cache], carried: Prompts, *, batch: PrefillBatch
     ) -> tuple[Slots[Cache], Prompts]:
         """Call `refill`; `slots` and `carried` are donated."""
         return self.get(Program("refill", self.sizes[0]), params)(params, slots, carried, batch)
 
     def decode(
-        self, params: Params, slots: Slots[Cache], k: int, inputs: ChunkInputs
+        self, params: Params, slots: Slots[Cache], k: int, *, inputs: ChunkInputs
     ) -> tuple[Slots[Cache], ChunkStatistics]:
         """Call `decode_chunk`; `slots` are donated."""
         return self.get(Program("decode", slots.done.shape[0], k), params)(params, slots, inputs)
@@ -272,7 +272,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             tree = self._gather(tree)
         return jax.device_get(tree)
 
-    def read_records(self, params: Params, slots: Slots[Cache], shard: np.ndarray, pages: np.ndarray) -> jax.Array:
+    def read_records(self, params: Params, slots: Slots[Cache], shard: np.ndarray, *, pages: np.ndarray) -> jax.Array:
         """Call `read_records` on the slots' pool."""
         assert self._functions.recorded is not None, "something is recorded"
         program = self.get(Program("read_records", self.sizes[0]), params)
@@ -333,7 +333,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             jitted = jax.jit(extending, donate_argnums=1, out_shardings=self._shardings)
             row = stand_in(jax.ShapeDtypeStruct((program.size,), jnp.int32))
             tokens = stand_in(jax.ShapeDtypeStruct((program.size, config.cache_length), jnp.int32))
-            return jitted, (params, self._abstract(program.size)[0], Extension(tokens, row, row, row))
+            return jitted, (params, self._abstract(program.size)[0], Extension(tokens, row, row, limit=row))
         chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
         chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)
         jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, self._whole))

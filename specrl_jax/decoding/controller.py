@@ -148,7 +148,7 @@ class Controller:
         current = self._probing[size].current
         return self.begins if current is None else self.lengths[current]
 
-    def choose(self, size: int, running: int, live: float, off: bool = False) -> Choice:
+    def choose(self, size: int, running: int, live: float, *, off: bool = False) -> Choice:
         """Choose the next chunk of `running` rows.
 
         Args:
@@ -192,14 +192,14 @@ class Controller:
 
     # --- observations
 
-    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
+    def calibrate(self, size: int, k: int, seconds: float, *, live: float) -> None:
         """Set the `seconds` per iteration of a program on dummy rows; replaces its samples.
 
         Args:
           live: tokens of the rows that ran, divided by `size`.
         """
         i = self.lengths.index(k)
-        self._costs.calibrate(size, i, size * live, seconds)
+        self._costs.calibrate(size, i, size * live, seconds=seconds)
         self._probing[size].probe_budget[i] = self.initial_budget * seconds * _probe_iterations(size)
 
     def calibrate_calls(self, size: int, seconds: float) -> None:
@@ -227,7 +227,7 @@ class Controller:
         self._lengths = [fade * old + new for old, new in zip(self._lengths, (chunk.tokens, chunk.finished))]
         jumped = self._under_budget.get((size, k), self._estimate).observe(k, chunk.verifications, accepted)
         last = self._costs.last(size)
-        surprised = self._costs.observe(size, i, chunk.tokens_read, chunk.seconds, chunk.iterations)
+        surprised = self._costs.observe(size, i, chunk.tokens_read, seconds=chunk.seconds, iterations=chunk.iterations)
         if i == current:
             for j in range(len(self.lengths)):
                 state.probe_budget[j] += self.probe_budget * chunk.seconds / max(len(self.lengths) - 1, 1)
@@ -302,7 +302,9 @@ class Controller:
         for e, (tries, hits, spread) in zip(controller._under_budget.values(), state.get("under_budget", ())):
             e.tries, e.hits, e.spread = list(tries), list(hits), spread
         controller._lengths = list(state.get("lengths", controller._lengths))
-        controller._costs.restore(state["slopes"], state["slope"], state["per_size"], state.get("new_pairs", 0))
+        controller._costs.restore(
+            state["slopes"], state["slope"], state["per_size"], new_pairs=state.get("new_pairs", 0)
+        )
         fields = {_SAVED.get(field.name, field.name): field.name for field in dataclasses.fields(_Probing)}
         for size, values in zip(controller.sizes, state["per_size"]):
             controller._probing[size] = _Probing(**{field: values[name] for name, field in fields.items()})

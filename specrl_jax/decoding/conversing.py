@@ -108,13 +108,13 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         slots = self.slots
         found = self._fetch((slots.tokens, slots.prompt_length, slots.turn_start, slots.length))
         tokens, prompts, starts, lengths = found
-        eos, stopped = how_ended(tokens, starts, lengths, self._engine.eos_ids, self._engine.stops)
+        eos, stopped = how_ended(tokens, starts, lengths, eos_ids=self._engine.eos_ids, stops=self._engine.stops)
         for row in rows:
             request, length = int(self.scheduler.owner[row]), int(lengths[row])
             turn = tokens[row, starts[row] : length].copy()
             self._waiting[request] = _Waiting(int(prompts[row]), length, time.monotonic())
             self._ended[request] = eos[row] | stopped[row]
-            self._turns.ask(Turn(request, turn, bool(self._ended[request]), bool(eos[row])))
+            self._turns.ask(Turn(request, turn, bool(self._ended[request]), eos=bool(eos[row])))
 
     def _hear(self, seconds: float) -> None:
         """Take the answers of environments; wait up to `seconds` for the first."""

@@ -70,7 +70,7 @@ class CostEstimate:
         """Return the index of the length that the last chunk of a batch size had."""
         return self._sizes[size].last
 
-    def calibrate(self, size: int, i: int, tokens: float, seconds: float) -> None:
+    def calibrate(self, size: int, i: int, tokens: float, *, seconds: float) -> None:
         """Set the seconds per iteration of length i at so many live tokens; replaces its samples."""
         measures = self._sizes[size]
         measures.samples[i] = [[tokens, math.log(seconds) - measures.level]]
@@ -79,7 +79,7 @@ class CostEstimate:
         """Set the seconds that a chunk takes beyond its iterations."""
         self._sizes[size].call = seconds
 
-    def observe(self, size: int, i: int, tokens: float, seconds: float, iterations: int) -> bool:
+    def observe(self, size: int, i: int, tokens: float, *, seconds: float, iterations: int) -> bool:
         """Add a chunk of length i: update slope, level while one length runs, and relative costs after a change.
 
         Args:
@@ -153,6 +153,7 @@ class CostEstimate:
         slopes: Sequence[list[list[float]]],
         slope: Sequence[float],
         sizes: Sequence[Mapping[str, Any]],
+        *,
         new_pairs: int,
     ) -> None:
         """Set what `state` returned; each of `sizes` may have further names."""

@@ -32,7 +32,7 @@ class ChunkInputs(NamedTuple):
 
 
 def chunk_inputs(
-    seed: int, max_iterations: int, shards: int = 1, stop_at_rows: np.ndarray | int = 0, sync_cache: bool = False
+    seed: int, max_iterations: int, shards: int = 1, *, stop_at_rows: np.ndarray | int = 0, sync_cache: bool = False
 ) -> ChunkInputs:
     """Convert host numbers to the inputs of a compiled call; `stop_at_rows` of each of D shards, or of all."""
     rows = np.broadcast_to(stop_at_rows, (shards,)).astype(np.int32)
@@ -69,10 +69,18 @@ def decode_chunk(
     replay_length = min(drafter.length, config.chunk // 2)
     if drafter.replayable and not k and replay_length:
         replayed = replay(
-            before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
+            before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], k=replay_length
         )
     return slots, ChunkStatistics(
-        slots.done, slots.length, count, verifications, drafted, accepted, slots.pool.count, ~enough, replayed
+        slots.done,
+        slots.length,
+        count,
+        verifications=verifications,
+        drafted=drafted,
+        accepted=accepted,
+        free=slots.pool.count,
+        short=~enough,
+        replayed=replayed,
     )
 
 
@@ -120,11 +128,11 @@ def _iterate(
     """Run the iterations of a chunk."""
     drafter, seed = functions.drafter, inputs.seed
     ahead = max(k, drafter.ahead) if k else 0
-    options = step_options(slots, functions, config, config.budget)
+    options = step_options(slots, functions, config, budget=config.budget)
     shardings = _here(shardings)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
-        return functions.decode(params, tokens, paging, cache)
+        return functions.decode(params, tokens, paging, cache=cache)
 
     def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
         return drafter.draft(params, slots, seed, k) if k else no_draft(slots, seed)
@@ -134,7 +142,9 @@ def _iterate(
         i, _, slots = carry
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
-        return i + 1, *reserve(speculative_step(slots, seed, draft_fn, target_fn, options), ahead, config)
+        return i + 1, *reserve(
+            speculative_step(slots, seed, draft_fn, target_fn=target_fn, options=options), ahead, config
+        )
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = carry
@@ -154,11 +164,13 @@ def with_empty_mask(slots: Slots[Cache]) -> Slots[Cache]:
 
 
 def step_options(
-    slots: Slots[Cache], functions: EngineFunctions[Params, Cache], config: EngineConfig, budget: int = 0
+    slots: Slots[Cache], functions: EngineFunctions[Params, Cache], config: EngineConfig, *, budget: int = 0
 ) -> StepOptions:
     rows = len(slots.done) // len(slots.pool.count)  # of a device
     width = max(config.width, -(-functions.least_tokens // rows))
-    return StepOptions(functions.verify, functions.sampling, functions.eos_ids, width, budget, functions.stops)
+    return StepOptions(
+        functions.verify, functions.sampling, functions.eos_ids, width=width, budget=budget, stops=functions.stops
+    )
 
 
 def with_stop_state(

@@ -65,6 +65,7 @@ def sample_draft(
     noise: Noise,
     logits: jax.Array,
     offset: jax.Array | int,
+    *,
     vocab_map: jax.Array | None,
     sampling: Sampling,
     temperature: jax.Array | None = None,

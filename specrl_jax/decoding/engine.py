@@ -79,6 +79,7 @@ class Engine(Generic[Params, Cache]):
         params: Params,
         prompts: Sequence[Sequence[int]],
         samples: int,
+        *,
         seed: int,
         first_id: int | np.ndarray = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -125,7 +126,7 @@ class Engine(Generic[Params, Cache]):
         look()
         wanted = self._compile_for(params, scheduler.total, lengths, look)
         if not self.agree(self.compiled.lacks(wanted))[0]:  # nothing compiles beside it
-            calibrate(self, params, prompts, samples, lengths, seed, look)
+            calibrate(self, params, prompts, samples=samples, lengths=lengths, seed=seed, after_chunk=look)
         batch: ActiveBatch[Params, Cache]
         if turns is None:
             batch = ActiveBatch(self, params, scheduler, seed, c.version)
@@ -149,6 +150,7 @@ class Engine(Generic[Params, Cache]):
         params: Params,
         lookahead: Lookahead,
         samples: int,
+        *,
         seed: int,
         until: Callable[[], bool],
         lengths: DraftLengthPolicy | None = None,
@@ -178,7 +180,9 @@ class Engine(Generic[Params, Cache]):
         )
         wanted = self._compile_for(params, scheduler.total, lengths, lambda: None)
         if not self.agree(self.compiled.lacks(wanted))[0]:
-            calibrate(self, params, lookahead.prompts, samples, lengths, seed, lambda: None)
+            calibrate(
+                self, params, lookahead.prompts, samples=samples, lengths=lengths, seed=seed, after_chunk=lambda: None
+            )
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
@@ -269,6 +273,7 @@ def make_engine(
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
     shardings: Slots,
+    *,
     prompt_shardings: Prompts,
     lengths: tuple[int, ...] | None = None,
     agree: Agree = alone,

@@ -64,7 +64,7 @@ def _append(slots: Slots[Cache], positions: jax.Array, tokens: jax.Array, length
     if cache is None:
         return None
     group = jnp.where(length > slots.length, slots.group, cache.tokens.shape[0])
-    return append(cache, group, slots.sequence, positions, tokens, length)
+    return append(cache, group, slots.sequence, positions=positions, tokens=tokens, length=length)
 
 
 def _prefill(
@@ -93,7 +93,7 @@ def _prefill(
             positions = start[:, None] + j * size + jnp.arange(size)[None]
             part = jnp.take_along_axis(tokens, positions, axis=1, mode="clip")
             paging = Paging(table, jnp.where(positions < end[:, None], positions, -1))
-            return functions.prefill(params, part, paging, cache)
+            return functions.prefill(params, part, paging, cache=cache)
 
         pieces = (jnp.maximum(end - start, 0).max() + size - 1) // size
         cache = jax.lax.fori_loop(0, pieces, piece, cache)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 import jax
 
@@ -13,12 +13,23 @@ from specrl_jax.decoding.state import Cache, Params
 from specrl_jax.decoding.step import VerifyFn
 from specrl_jax.decoding.stop_texts import StopTexts
 
+Given = TypeVar("Given", contravariant=True)
 # (pages, tokens of a page) -> an empty cache, axis 0 of whose arrays is the page
 InitCacheFn = Callable[[int, int], Cache]
-# (params, tokens [B, Q], where they stand, cache) -> cache with those tokens
-PrefillFn = Callable[[Params, jax.Array, Paging, Cache], Cache]
-# (params, tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
-DecodeFn = Callable[[Params, jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
+
+
+class PrefillFn(Protocol[Given, Cache]):
+    """Write tokens [B, Q] into the cache, where `paging` says."""
+
+    def __call__(self, params: Given, tokens: jax.Array, paging: Paging, *, cache: Cache) -> Cache: ...
+
+
+class DecodeFn(Protocol[Given, Cache]):
+    """Do as `PrefillFn`; return logits [B, Q, V] float32 too."""
+
+    def __call__(
+        self, params: Given, tokens: jax.Array, paging: Paging, *, cache: Cache
+    ) -> tuple[jax.Array, Cache]: ...
 
 
 @dataclasses.dataclass(frozen=True)

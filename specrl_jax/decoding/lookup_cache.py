@@ -24,7 +24,7 @@ def empty_lookup_cache(groups: int, sequences: int, length: int) -> LookupCache:
     return LookupCache(jnp.zeros((groups, sequences, length), jnp.int32), jnp.zeros((groups, sequences), jnp.int32))
 
 
-def insert(cache: LookupCache, group: jax.Array, tokens: jax.Array, length: jax.Array) -> LookupCache:
+def insert(cache: LookupCache, group: jax.Array, tokens: jax.Array, *, length: jax.Array) -> LookupCache:
     """Replace all texts of groups `group` [P] by `tokens` [P, M, S] of `length` [P, M].
 
     Groups of C and above are dropped; the others are distinct.
@@ -39,6 +39,7 @@ def append(
     cache: LookupCache,
     group: jax.Array,
     sequence: jax.Array,
+    *,
     positions: jax.Array,
     tokens: jax.Array,
     length: jax.Array,

@@ -110,7 +110,7 @@ def gather_pages(shards: int, cache: Tree, ids: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jax.vmap(lambda pool, at: pool[at])(split(x, shards), ids), cache)
 
 
-def scatter_pages(shards: int, cache: Tree, ids: jax.Array, values: Tree) -> Tree:
+def scatter_pages(shards: int, cache: Tree, ids: jax.Array, *, values: Tree) -> Tree:
     """Write pages `ids` [D, n], C: none, of every array [D C, ...] of a cache; values [D, n, ...]."""
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:

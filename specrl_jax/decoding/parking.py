@@ -63,7 +63,7 @@ def write_pages(slots: Slots[Cache], row: jax.Array, first: jax.Array, contents:
     shard, ids = _ids(slots, row, first)
     here = jnp.arange(D)[:, None] == shard
     values = jax.tree.map(lambda x: jnp.broadcast_to(x, (D, *x.shape)), contents)
-    return dataclasses.replace(slots, cache=scatter_pages(D, slots.cache, jnp.where(here, ids, C), values))
+    return dataclasses.replace(slots, cache=scatter_pages(D, slots.cache, jnp.where(here, ids, C), values=values))
 
 
 def _ids(slots: Slots[Cache], row: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:

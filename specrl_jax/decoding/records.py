@@ -46,7 +46,7 @@ def read_records(pool: jax.Array, shard: jax.Array, pages: jax.Array, *, shards:
 
 
 def start_reading(
-    read: Read, shard: np.ndarray, pages: np.ndarray, length: np.ndarray, config: EngineConfig
+    read: Read, shard: np.ndarray, pages: np.ndarray, *, length: np.ndarray, config: EngineConfig
 ) -> list[list[jax.Array]]:
     """Start to read the records of m rows; `joined_records` puts the parts of each together on the host.
 

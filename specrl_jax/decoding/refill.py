@@ -83,8 +83,8 @@ def refill(
     params: Params,
     slots: Slots[Cache],
     carried: Prompts,
-    batch: PrefillBatch,
     *,
+    batch: PrefillBatch,
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
 ) -> tuple[Slots[Cache], Prompts]:
@@ -180,7 +180,7 @@ def _prefill(
             positions = j * size + jnp.arange(size)[None]
             part = jax.lax.dynamic_slice_in_dim(tokens, j * size, size, 1)
             paging = Paging(table, jnp.where(positions < length[:, None], positions, -1))
-            return functions.prefill(params, part, paging, cache)
+            return functions.prefill(params, part, paging, cache=cache)
 
         cache = jax.lax.fori_loop(0, (length.max() + size - 1) // size, piece, cache)
         if not functions.drafter.length:
@@ -219,7 +219,7 @@ def _start_rows(
     # and write in one fusion, and copy the whole array for it, twice.
 
     def copied(x: jax.Array) -> jax.Array:
-        return scatter_pages(D, x, copy, jax.lax.optimization_barrier(gather_pages(D, x, original)))
+        return scatter_pages(D, x, copy, values=jax.lax.optimization_barrier(gather_pages(D, x, original)))
 
     return pool, jax.tree.map(copied, cache), held
 
@@ -229,10 +229,10 @@ def _insert(cache: LookupCache | None, batch: PrefillBatch, tokens: jax.Array, l
     if cache is None:
         return None
     assert batch.texts is not None and batch.text_length is not None, "there are texts where there is a lookup cache"
-    cache = insert(cache, batch.new_group, batch.texts, batch.text_length)
+    cache = insert(cache, batch.new_group, batch.texts, length=batch.text_length)
     group = jnp.where(batch.fresh, batch.group, cache.tokens.shape[0])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return append(cache, group, batch.sequence, positions, tokens, length)
+    return append(cache, group, batch.sequence, positions=positions, tokens=tokens, length=length)
 
 
 def compact(rows: Slots[Cache], rest: Slots[Cache], kept: jax.Array) -> Slots[Cache]:

@@ -19,7 +19,7 @@ from specrl_jax.decoding.state import Slots
 CopyFn = Callable[[Slots], Draft]
 
 
-def replay(before: Slots, after: Slots, copy_fn: CopyFn, k: int) -> jax.Array:
+def replay(before: Slots, after: Slots, copy_fn: CopyFn, *, k: int) -> jax.Array:
     """Repeat speculation over the tokens committed between two states, all rows at once as the engine would.
 
     The first verification of a row is not counted: a real one need not have started at that token.

@@ -68,7 +68,7 @@ def reverify_chunk(
     slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
-        return functions.decode(params, tokens, paging, cache)
+        return functions.decode(params, tokens, paging, cache=cache)
 
     def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
         # Where all are kept, the last of them takes the place of the token that a verification draws.
@@ -83,8 +83,8 @@ def reverify_chunk(
             dataclasses.replace(slots, done=~verifies),
             inputs.seed,
             draft_fn,
-            target_fn,
-            dataclasses.replace(options, verify=verify),
+            target_fn=target_fn,
+            options=dataclasses.replace(options, verify=verify),
         )
         return i + 1, *_reserved(_after(slots, stepped, verifies))
 
@@ -100,7 +100,7 @@ def reverify_chunk(
     count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserved(slots)))
     slots = free_finished(dataclasses.replace(slots, stop_state=None))
     left = has_earlier_tokens(slots).any()
-    return slots, Reverified(slots.done, slots.length, count, left, slots.pool.count, ~enough)
+    return slots, Reverified(slots.done, slots.length, count, left=left, free=slots.pool.count, short=~enough)
 
 
 def at_once(config: EngineConfig) -> int:
@@ -133,7 +133,7 @@ def _keep(slots: Slots[Cache], inputs: VerifyInputs, sampling: Sampling) -> Veri
     assert count is not None
     nothing = jnp.zeros((B, k + 1), jnp.int32)
     mask = SamplingMask(nothing[..., None], nothing) if slots.mask is not None else None
-    return Verified(_next_earlier(slots, k + 1), count, jnp.zeros((B, k + 1), jnp.float32), mask)
+    return Verified(_next_earlier(slots, k + 1), count, jnp.zeros((B, k + 1), jnp.float32), mask=mask)
 
 
 def _after(slots: Slots[Cache], stepped: Slots[Cache], verifies: jax.Array) -> Slots[Cache]:

@@ -45,7 +45,7 @@ def no_draft(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
 
 
 def speculative_step(
-    slots: Slots[Cache], seed: jax.Array, draft_fn: DraftFn[Cache], target_fn: TargetFn[Cache], options: StepOptions
+    slots: Slots[Cache], seed: jax.Array, draft_fn: DraftFn[Cache], *, target_fn: TargetFn[Cache], options: StepOptions
 ) -> Slots[Cache]:
     """Extend every running row by 1 to k + 1 tokens."""
     with jax.named_scope("draft"):
@@ -63,7 +63,7 @@ def speculative_step(
             logits = of_shards(logits[:, 0], chosen.place)
             draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
         noise = Noise(seed, slots.rollout_id, slots.length)
-        verified = options.verify(VerifyInputs(noise, draft, logits, slots.sampling), options.sampling)
+        verified = options.verify(VerifyInputs(noise, draft, logits, sampling=slots.sampling), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
         return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified), options.stops)
@@ -125,7 +125,7 @@ def commit(
     if lookup_cache is not None:
         # The group of a finished row may already belong to another prompt.
         group = jnp.where(slots.done, lookup_cache.tokens.shape[0], slots.group)
-        lookup_cache = append(lookup_cache, group, slots.sequence, where, tokens, length)
+        lookup_cache = append(lookup_cache, group, slots.sequence, positions=where, tokens=tokens, length=length)
     return dataclasses.replace(
         slots,
         tokens=_write(slots.tokens, where, tokens),

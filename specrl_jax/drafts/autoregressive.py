@@ -26,7 +26,7 @@ Step = Callable[[int, jax.Array | None], jax.Array]
 
 
 def draft_tokens(
-    step: Step, slots: Slots, seed: jax.Array, k: int, vocab_map: jax.Array | None, config: DrafterConfig
+    step: Step, slots: Slots, seed: jax.Array, *, k: int, vocab_map: jax.Array | None, config: DrafterConfig
 ) -> Draft:
     """Draft k tokens from `step`'s logits, each given to its next call: sampled, or the likeliest (config.argmax).
 
@@ -40,11 +40,18 @@ def draft_tokens(
         scores = constrain(step(i, tokens[-1] if tokens else None), "batch", "vocab")
         # Sample with a row's whole vocabulary on one device, as verification does, and move the token back at once.
         logits.append(constrain(scores, "sampled_rows", None))
-        tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, config.sampling, temperature), "batch"))
+        tokens.append(
+            constrain(
+                sample_draft(
+                    noise, logits[-1], i, vocab_map=vocab_map, sampling=config.sampling, temperature=temperature
+                ),
+                "batch",
+            )
+        )
     if config.argmax:
         return Draft(jnp.stack(tokens, axis=1), None, jnp.ones(slots.done.shape, bool))
     deterministic = jnp.zeros(slots.done.shape, bool)
-    return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), deterministic, vocab_map)
+    return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), deterministic, vocab_map=vocab_map)
 
 
 def in_blocks(update: Callable[[Paging, Cache], Cache], text: Text, cache: Cache) -> Cache:

@@ -133,7 +133,9 @@ class DraftModel(Protocol[Cache]):
     def cache_axes(self) -> Cache:
         """Return the logical axes of `init_cache`'s arrays, as tuples in the same tree."""
 
-    def update_cache(self, params: Params, cache: Cache, paging: Paging, out: Output, partition: Partitioner) -> Cache:
+    def update_cache(
+        self, params: Params, cache: Cache, paging: Paging, *, out: Output, partition: Partitioner
+    ) -> Cache:
         """Write to the cache what the draft reads of a forward of the target over tokens [B, Q]."""
 
     def drafter(self, config: DrafterConfig) -> Drafter:
@@ -161,7 +163,14 @@ class DraftModel(Protocol[Cache]):
         """Return the target ids of the draft in `folder`, or of a new one where that is ''."""
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         """Write a folder that `load` and other libraries read.
 

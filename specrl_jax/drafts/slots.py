@@ -22,6 +22,7 @@ def slot_attention(
     q: jax.Array,
     own: tuple[jax.Array, jax.Array],
     shared: tuple[jax.Array, jax.Array],
+    *,
     segments: jax.Array | None,
     anchors: jax.Array | None = None,
     readable: jax.Array | None = None,
@@ -58,4 +59,4 @@ def slot_attention(
 
     parts = -(-A // max(1, SCORES // (T * S)))
     of_queries = None if segments is None else ahead(segments, 0, anchors)
-    return by_queries(attend, parts, of_queries, (q, *own), anchors).reshape(B, A * S, N, H)
+    return by_queries(attend, parts, of_queries, arrays=(q, *own), places=anchors).reshape(B, A * S, N, H)

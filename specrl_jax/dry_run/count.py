@@ -59,8 +59,8 @@ class Count:
             self.flops + other.flops,
             self.collectives + other.collectives,
             self.custom_calls + other.custom_calls,
-            self.exposed + other.exposed,
-            _merge_loops((*self.loops, *other.loops)),
+            exposed=self.exposed + other.exposed,
+            loops=_merge_loops((*self.loops, *other.loops)),
         )
 
     def times(self, n: int) -> "Count":
@@ -69,7 +69,9 @@ class Count:
 
         loops = tuple(loop._replace(entered=n * loop.entered) for loop in self.loops)
         calls = scaled(self.custom_calls)
-        return Count(n * self.flops, scaled(self.collectives), calls, n * self.exposed, loops if n else ())
+        return Count(
+            n * self.flops, scaled(self.collectives), calls, exposed=n * self.exposed, loops=loops if n else ()
+        )
 
 
 class Loop(NamedTuple):
@@ -147,7 +149,7 @@ def _parse_instruction(text: str, root: bool) -> Instruction:
     end = _closing(text, opcode.end() - 1)
     given = text[opcode.end() : end]
     operands = [given] if opcode[1] == "parameter" else re.findall(r"%([\w.\-]+)", given)
-    return Instruction(opcode[1], text[: opcode.start()], tuple(operands), text[end + 1 :], root)
+    return Instruction(opcode[1], text[: opcode.start()], tuple(operands), attributes=text[end + 1 :], root=root)
 
 
 def _closing(text: str, begin: int) -> int:
@@ -198,8 +200,8 @@ def _largest(branches: list[Count]) -> Count:
         max(b.flops for b in branches),
         functools.reduce(lambda a, b: a | b, (b.collectives for b in branches)),
         functools.reduce(lambda a, b: a | b, (b.custom_calls for b in branches)),
-        max(b.exposed for b in branches),
-        _merge_loops(sum((b.loops for b in branches), ())),
+        exposed=max(b.exposed for b in branches),
+        loops=_merge_loops(sum((b.loops for b in branches), ())),
     )
 
 

@@ -16,7 +16,7 @@ from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 from specrl_jax.errors import InputError
 
 
-def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[str, int]) -> CompiledPhase:
+def extend(few: CompiledPhase, more: CompiledPhase, times: int, *, resident: dict[str, int]) -> CompiledPhase:
     """Return `few` plus `times` the difference between `more` and `few`.
 
     Args:
@@ -50,8 +50,10 @@ def _count(few: Count, more: Count, times: int) -> Count:
         _number(few.flops, more.flops, times),
         collections.Counter(_numbers(few.collectives, more.collectives, times)),
         collections.Counter(_numbers(few.custom_calls, more.custom_calls, times)),
-        _number(few.exposed, more.exposed, times),
-        tuple(Loop(a.name, _number(a.entered, b.entered, times), _count(a.turn, b.turn, times)) for a, b in loops),
+        exposed=_number(few.exposed, more.exposed, times),
+        loops=tuple(
+            Loop(a.name, _number(a.entered, b.entered, times), _count(a.turn, b.turn, times)) for a, b in loops
+        ),
     )
 
 

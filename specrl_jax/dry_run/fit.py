@@ -31,7 +31,7 @@ def parts(memory: PhaseMemory) -> dict[str, int]:
 
 
 def judge_memory(
-    measured: list[CompiledPhase], target: HardwareTarget, config: Config, num_shards: int
+    measured: list[CompiledPhase], target: HardwareTarget, config: Config, *, num_shards: int
 ) -> MemoryVerdict:
     """Judge all phases; the learner's rows have `num_shards` shards."""
     known = [(m.name, m.memory) for m in measured if m.memory]
@@ -39,19 +39,26 @@ def judge_memory(
         if m.memory is None:
             advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
             advice = advice if "RESOURCE_EXHAUSTED" in m.refused else ""
-            return MemoryVerdict(m.name, False, 0, target.memory, f"the compiler refuses it: {m.refused}", advice)
+            return MemoryVerdict(
+                m.name,
+                False,
+                0,
+                memory=target.memory,
+                arithmetic=f"the compiler refuses it: {m.refused}",
+                suggestion=advice,
+            )
     phase, memory = max(known, key=lambda found: found[1].total)
     share = memory.total / target.memory
     sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
     arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"
     fits = share <= LARGEST_SHARE
-    suggestion = suggest(memory, target, config, num_shards) if not fits else ""
+    suggestion = suggest(memory, target, config, num_shards=num_shards) if not fits else ""
     if fits and share > target.share:
         suggestion = f"XLA_CLIENT_MEM_FRACTION={LARGEST_SHARE}: a run takes {target.share:.0%} by itself"
-    return MemoryVerdict(phase, fits, memory.total, target.memory, arithmetic, suggestion)
+    return MemoryVerdict(phase, fits, memory.total, memory=target.memory, arithmetic=arithmetic, suggestion=suggestion)
 
 
-def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, num_shards: int) -> str:
+def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, *, num_shards: int) -> str:
     """Suggest how to shrink the largest term."""
     sizes = parts(memory)
     largest = max(sizes, key=lambda kind: sizes[kind])

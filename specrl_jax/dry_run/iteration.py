@@ -27,7 +27,7 @@ def iteration_bytes(hlo: str, pages: int) -> IterationBytes:
       pages: C, of a shard.
     """
     turns = [max((loop.turn for loop in traffic(hlo, Pool(pages, live)).loops), key=_bytes) for live in (0, pages)]
-    return IterationBytes(turns[0].bytes, turns[1].bytes, pages, turns[0].kernels, bool(turns[0].loops))
+    return IterationBytes(turns[0].bytes, turns[1].bytes, pages, kernels=turns[0].kernels, blocks=bool(turns[0].loops))
 
 
 def _bytes(found: Traffic) -> int:

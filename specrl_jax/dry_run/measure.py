@@ -70,12 +70,14 @@ def measure_together(phases: list[Phase], exact: bool) -> list[CompiledPhase]:
     seconds, warnings = time.perf_counter() - start, warnings_in(log.getvalue())
     measured = []
     for phase, before, (after, refused) in zip(phases, lowered, compiled, strict=True):
-        memory = read_memory(phase, before, after, exact) if after else None
+        memory = read_memory(phase, before, after, exact=exact) if after else None
         hlo, unknown = read_text(after)
         iteration = iteration_bytes(hlo, phase.pages) if hlo and phase.pages and exact else None
         found = count(hlo) if hlo else Count()
         said = (*warnings, unknown) if unknown else warnings
-        measured.append(CompiledPhase(phase.name, seconds, memory, found, said, refused, iteration=iteration))
+        measured.append(
+            CompiledPhase(phase.name, seconds, memory, count=found, warnings=said, refused=refused, iteration=iteration)
+        )
     return measured
 
 
@@ -102,7 +104,9 @@ def try_compile(
     return None, message
 
 
-def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, exact: bool) -> PhaseMemory:
+def read_memory(
+    phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, exact: bool
+) -> PhaseMemory:
     arguments = argument_bytes(phase, lowered, compiled)
     found = compiled.memory_analysis()
     assert found is not None, "every backend that compiles ahead of time analyses memory"

@@ -50,4 +50,14 @@ def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Pla
             name = m.name.removeprefix("generate: ")
             moved[name] = [m.iteration.of(-(-n // T) * b // shards) for n, b in each]
             kernels[name] = m.iteration.kernels
-    return PageCounts(count, T, plan.page_bytes, live, at_once(count), fitting, moved, kernels, temporaries)
+    return PageCounts(
+        count,
+        T,
+        plan.page_bytes,
+        live=live,
+        at_once=at_once(count),
+        fitting=fitting,
+        moved=moved,
+        kernels=kernels,
+        temporaries=temporaries,
+    )

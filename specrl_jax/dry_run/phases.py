@@ -57,7 +57,7 @@ def find_phases(plan: Plan) -> list[Phase]:
             "prepare",
             lambda: prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
-            (*moments, *reference),
+            resident=(*moments, *reference),
             unrolled=True,
         ),
         *_generation(rollout, weights, (*states, *reference)),
@@ -68,7 +68,7 @@ def find_phases(plan: Plan) -> list[Phase]:
                 "logprob",
                 lambda: learner.logprob_step.lower(params, abstract_rows(learner)),
                 (PARAMETERS, BATCH),
-                (*moments, *([draft.params] if draft else []), *reference),
+                resident=(*moments, *([draft.params] if draft else []), *reference),
             )
         )
     if plan.limits.records:
@@ -77,7 +77,7 @@ def find_phases(plan: Plan) -> list[Phase]:
                 "comparison of experts",
                 lambda: learner.unreplayed_step.lower(params, abstract_rows(learner)),
                 (PARAMETERS, BATCH),
-                (*moments, *([draft.params] if draft else []), *reference),
+                resident=(*moments, *([draft.params] if draft else []), *reference),
             )
         )
     microbatch = abstract_microbatch(learner)
@@ -89,13 +89,13 @@ def find_phases(plan: Plan) -> list[Phase]:
             "train policy",
             lambda: learner.policy_step.gradient.lower(state.policy, *microbatch),
             (PARAMETERS, BATCH, BATCH),
-            (moments[0], *_earlier(learner, sums), *beside),
+            resident=(moments[0], *_earlier(learner, sums), *beside),
         ),
         Phase(
             "update policy",
             lambda: learner.policy_step.apply.lower(state.policy, sums),
             (PARAMETERS, OPTIMIZER),
-            beside,
+            resident=beside,
         ),
     ]
     if not draft:
@@ -135,7 +135,9 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
     def phase(name: str, program: Program, *arguments: str, beside: tuple[object, ...] = (), pages: int = 0) -> Phase:
         own = () if PARAMETERS in arguments else (weights,)
         lower = functools.partial(programs.lower, program, weights)
-        return Phase(f"generate: {name}", lower, arguments, (*resident, *own, *beside), unrolled=True, pages=pages)
+        return Phase(
+            f"generate: {name}", lower, arguments, resident=(*resident, *own, *beside), unrolled=True, pages=pages
+        )
 
     def parking(name: str, kind: str, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
         return phase(name, Program(kind, size), CACHE, BATCH, *arguments, beside=beside)
@@ -172,7 +174,7 @@ def _table_copies(learner: Learner, resident: tuple[object, ...]) -> Phase:
     """Return the copy of the policy's tables for the draft, which the policy's update leaves as they are."""
     state = abstract_state(learner)
     read = functools.partial(learner.read_tables.lower, state.policy.base, state.vocab_map)
-    return Phase("tables for the draft", read, (PARAMETERS, PARAMETERS), resident)
+    return Phase("tables for the draft", read, (PARAMETERS, PARAMETERS), resident=resident)
 
 
 def _draft_learning(
@@ -187,7 +189,7 @@ def _draft_learning(
     tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
     resident = (*reference, *policy, dataclasses.replace(draft, params={}))
     asked = functools.partial(predict.lower, draft.params, tables, features, rows)
-    predicts = Phase("predict acceptance", asked, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident)
+    predicts = Phase("predict acceptance", asked, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident=resident)
     if not online:
         return [predicts]
     counts = stand_in(step.count.eval_shape(draft, rows))
@@ -197,8 +199,8 @@ def _draft_learning(
     kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH, BATCH)
     apply = functools.partial(step.update.apply.lower, draft, sums)
     return [
-        Phase("train draft", lower, kinds, (*resident, *_earlier(learner, sums))),
-        Phase("update draft", apply, (PARAMETERS, OPTIMIZER), (*reference, *policy)),
+        Phase("train draft", lower, kinds, resident=(*resident, *_earlier(learner, sums))),
+        Phase("update draft", apply, (PARAMETERS, OPTIMIZER), resident=(*reference, *policy)),
         predicts,
     ]
 
@@ -216,7 +218,9 @@ def _features(learner: Learner, rows: Rows, reference: tuple[object, ...]) -> Ph
     tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
     moments = dataclasses.replace(state.policy, params={}, frozen=None)
     lower = functools.partial(learner.feature_step.lower, learner.merged(state.policy), texts)
-    return Phase("features for the draft", lower, (PARAMETERS, BATCH), (*reference, moments, state.draft, tables))
+    return Phase(
+        "features for the draft", lower, (PARAMETERS, BATCH), resident=(*reference, moments, state.draft, tables)
+    )
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

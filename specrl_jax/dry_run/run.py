@@ -51,11 +51,19 @@ def dry_run(config: Config, workdir: str) -> Report:
     measured = measure_all(plan, exact)
     # Only the learner divides a batch into microbatches; its rows are not split over `sequence`.
     num_shards = plan.learner_partition.num_shards("batch")
-    fit = judge_memory(measured, target, config, num_shards) if target.memory else None
+    fit = judge_memory(measured, target, config, num_shards=num_shards) if target.memory else None
     pages = count_pages(measured, target, plan)
     programs = count_programs(plan)
     report = Report(
-        target, compiler, dict(mesh.shape), measured, fit, pages, programs, exact, time.perf_counter() - start
+        target,
+        compiler,
+        dict(mesh.shape),
+        measured=measured,
+        fit=fit,
+        pages=pages,
+        programs=programs,
+        exact=exact,
+        seconds=time.perf_counter() - start,
     )
     report.print()
     say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
@@ -70,7 +78,7 @@ def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
     for index, phase in enumerate(find_phases(plan)):
         if shallow and phase.unrolled:
             parts = measure_together([find_phases(s)[index] for s in shallow], exact)
-            measured.append(extend(parts[0], parts[1], whole - layers, bytes_by_kind(phase.resident)))
+            measured.append(extend(parts[0], parts[1], whole - layers, resident=bytes_by_kind(phase.resident)))
         else:
             measured.append(measure(phase, exact))
         say(f"{phase.name}: {measured[-1].seconds:.1f} s")

@@ -87,7 +87,7 @@ def read_record(path: str) -> Record:
         found = _restored(path, "digests", ocp.JsonCheckpointHandler())
         seal = found.pop("seal")
         state, arrays = ({name: _leaf(x) for name, x in found[part].items()} for part in ("state", "arrays"))
-        record = Record(found["step"], state, arrays, found["values"], found["accuracy"])
+        record = Record(found["step"], state, arrays, values=found["values"], accuracy=found["accuracy"])
     except Exception as error:  # as in _in_all
         raise Damaged(_reason(error)) from None
     if json_digest(record._asdict()) != seal:

@@ -46,7 +46,7 @@ class Checkpoints:
 
     # ---- writing
 
-    def save(self, step: int, state: object, host: HostState, accuracy: float | None = None) -> str:
+    def save(self, step: int, state: object, host: HostState, *, accuracy: float | None = None) -> str:
         """Start saving; `state` may be donated as soon as this returns, since orbax copies it first.
 
         Returns:
@@ -59,7 +59,7 @@ class Checkpoints:
         digests, not_finite = device_digests(state)
         if not_finite:
             return not_finite[0]
-        record = Record(step, digests, array_digests(host.arrays), json_digest(host.values), accuracy)
+        record = Record(step, digests, array_digests(host.arrays), values=json_digest(host.values), accuracy=accuracy)
         items = {"state": ocp.args.StandardSave(state), "values": ocp.args.JsonSave(host.values)}
         if host.arrays:
             items["arrays"] = ocp.args.StandardSave(dict(host.arrays))

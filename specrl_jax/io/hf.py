@@ -173,6 +173,7 @@ def load_params(
     folder: str,
     config: qwen3.Qwen3Config,
     partition: Partitioner,
+    *,
     dtype: jnp.dtype | None = None,
     key: str = "policy.path",
 ) -> Params:
@@ -186,7 +187,9 @@ def load_params(
     return _folder(folder, key).load(qwen3.param_specs(config), partition, dtype)
 
 
-def save_params(folder: str, params: Params, config: qwen3.Qwen3Config, dtype: str, tokenizer_from: str = "") -> None:
+def save_params(
+    folder: str, params: Params, config: qwen3.Qwen3Config, *, dtype: str, tokenizer_from: str = ""
+) -> None:
     """Write a folder that `load_params` and transformers read: config.json, safetensors, and the tokenizer's files.
 
     Args:
@@ -195,7 +198,7 @@ def save_params(folder: str, params: Params, config: qwen3.Qwen3Config, dtype: s
     """
     files = [os.path.join(tokenizer_from, name) for name in TOKENIZER_FILES] if tokenizer_from else []
     tensors = hf_tensors(qwen3.param_specs(config), params, dtype)
-    save_folder(folder, tensors, hf_config(config, dtype), filter(os.path.isfile, files))
+    save_folder(folder, tensors, hf_config(config, dtype), copies=filter(os.path.isfile, files))
 
 
 def _folder(path: str, key: str) -> TensorFolder:

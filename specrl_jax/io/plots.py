@@ -88,7 +88,8 @@ def _series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
 def _learning(axis: plt.Axes, rows: list[Row]) -> None:
     axis.plot(*_series(rows, "reward/mean"), ".-", label="training reward, mean", color="tab:gray")
     axis.plot(*_series(rows, "eval/accuracy"), "o-", label="validation accuracy, sampled")
-    axis.plot(*_series(rows, "eval/accuracy_greedy"), "s", label="validation accuracy, greedy")
+    if (greedy := _series(rows, "eval/accuracy_greedy"))[0]:
+        axis.plot(*greedy, "s", label="validation accuracy, greedy")
     low, high = axis.get_ylim()
     axis.set_ylim(min(0, low), max(1.02, high))
     axis.set_ylabel("share of right answers; reward")

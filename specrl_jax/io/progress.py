@@ -63,7 +63,7 @@ class Pace:
         self._last: tuple[int, float] | None = None  # step, seconds
         self._recent: collections.deque[float] = collections.deque(maxlen=RECENT)
 
-    def finish(self, step: int, now: float, aside: float = 0.0, compiled: float = 0.0) -> None:
+    def finish(self, step: int, now: float, aside: float = 0.0, *, compiled: float = 0.0) -> None:
         """Note a step that ended at `now`, in seconds.
 
         Args:
@@ -153,7 +153,7 @@ class Display:
         self._raise_once_set(done, total)
         self._bars.update(self._phase, completed=done, total=total, count=f"{done}/{total}")
 
-    def finish_step(self, step: int, note: str, aside: float = 0.0, ahead: float = 0.0) -> None:
+    def finish_step(self, step: int, note: str, aside: float = 0.0, *, ahead: float = 0.0) -> None:
         """Print the line of a finished step, with the time left.
 
         Args:
@@ -162,7 +162,7 @@ class Display:
         """
         now = time.perf_counter()
         if step > self._done:  # neither the evaluation before training nor a second line of one step
-            self._pace.finish(step, now, aside, self.compiling.seconds(self._finished))
+            self._pace.finish(step, now, aside, compiled=self.compiling.seconds(self._finished))
         self._done, self._finished = step, now
         left = self._pace.left(self._steps - step)
         ends = ""

@@ -49,7 +49,7 @@ def text_block(text: str) -> str:
 
 
 def token_block(
-    token_texts: Sequence[str], draft_positions: Sequence[int], draft_kind: str, environment: Sequence[bool] = ()
+    token_texts: Sequence[str], draft_positions: Sequence[int], draft_kind: str, *, environment: Sequence[bool] = ()
 ) -> str:
     """Return a response with its accepted drafts coloured by position, and the turns of its environment.
 
@@ -87,6 +87,7 @@ def responses(
     prompts: Sequence[str],
     token_texts: Sequence[Sequence[str]],
     draft_positions: Sequence[Sequence[int]],
+    *,
     draft_kind: str,
 ) -> str:
     """Return the first `SHOWN` prompts with their responses, and a legend, as one fragment with its own style."""

@@ -190,7 +190,7 @@ class TensorFolder:
 
 
 def save_folder(
-    folder: str, tensors: Iterable[tuple[str, np.ndarray]], config: dict[str, object], copies: Iterable[str] = ()
+    folder: str, tensors: Iterable[tuple[str, np.ndarray]], config: dict[str, object], *, copies: Iterable[str] = ()
 ) -> None:
     """Write safetensors, config.json and copies of other files.
 

@@ -136,7 +136,7 @@ def power_of_two(n: int) -> int:
 
 
 def learner_batch(
-    batch: TrainingBatch, pad_id: int, packing: Packing | None = None, drawn: bool = False
+    batch: TrainingBatch, pad_id: int, packing: Packing | None = None, *, drawn: bool = False
 ) -> LearnerBatch:
     """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest.
 
@@ -150,8 +150,8 @@ def learner_batch(
         by_token.append(drew & np.asarray(rows.mask))
     places = pack_parts(r.length, packing) if packing else None
     if places:
-        rows = packed_rows(rows, places, r.length, pad_id)
-        by_token = [packed(x, places, r.length, 0) for x in by_token]
+        rows = packed_rows(rows, places, r.length, pad_id=pad_id)
+        by_token = [packed(x, places, r.length, empty=0) for x in by_token]
     if r.mask_count.shape[1]:
         rows = dataclasses.replace(rows, kept=_kept_tokens(r, places, packing.ids if packing else 1))
     if len(r.experts):
@@ -166,7 +166,7 @@ def _kept_tokens(rollouts: Rollouts, places: Places | None, each: int) -> KeptTo
     count = np.pad(rollouts.mask_count[:, 1 : rollouts.length.max()], ((0, 0), (0, 1)))
     row = order = np.arange(len(count))
     if places:
-        count, row = packed(count, places, rollouts.length, 0), places.row
+        count, row = packed(count, places, rollouts.length, empty=0), places.row
         order = np.lexsort((places.start, places.row))
     room = ids_per_row(count.shape[1] * each, int(count.sum(axis=1).max()))
     ids = np.full((len(count), room), -1, np.int32)
@@ -201,7 +201,7 @@ def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
     """
     longest = rollouts.length.max()
     tokens, environment = rollouts.tokens[:, :longest], rollouts.environment[:, :longest]
-    rows = rows_of(tokens, rollouts.prompt_length, rollouts.length, pad_id, environment)
+    rows = rows_of(tokens, rollouts.prompt_length, rollouts.length, pad_id=pad_id, environment=environment)
     return rows, np.pad(rollouts.logprobs[:, 1:longest], ((0, 0), (0, 1)))
 
 
@@ -217,7 +217,7 @@ def pack_parts(length: np.ndarray, packing: Packing) -> Places:
     row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))
     for i, part in enumerate(parts):
         row[i::n], start[i::n], segment[i::n] = part.row * n + i, part.start, part.segment
-    return Places(row, start, segment, rows * n, tokens)
+    return Places(row, start, segment, rows=rows * n, tokens=tokens)
 
 
 def pack_alike(length: np.ndarray, packing: Packing, tokens: int) -> Places:

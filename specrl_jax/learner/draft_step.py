@@ -149,8 +149,8 @@ def make_draft_step(
     def weighted_pairs(state: TrainState, rows: Rows) -> tuple[jax.Array | None, jax.Array, jax.Array]:
         """Return (anchors, pairs, their weights in the loss)."""
         anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
-        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
-        return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors)
+        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors=anchors)
+        return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors=anchors)
 
     def loss_sum(
         params: Params,
@@ -182,7 +182,9 @@ def make_draft_step(
     def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, DraftMetrics]:
         norm = optax.tree.norm(sums.gradient)
         healthy = jnp.isfinite(norm)
-        metrics = DraftMetrics(jnp.sum(weights * sums.loss.value()), norm, ~healthy, _values(sums.diagnostics))
+        metrics = DraftMetrics(
+            jnp.sum(weights * sums.loss.value()), norm, ~healthy, diagnostics=_values(sums.diagnostics)
+        )
         updated, _ = apply_gradient(state, sums.gradient, optimizer, healthy)
         return dataclasses.replace(updated, step=state.step + 1), metrics
 
@@ -238,10 +240,12 @@ def _terms(
     anchors: jax.Array | None = None,
 ) -> tuple[jax.Array, DraftTerms]:
     """Return the draft's outputs [steps, B, T, D] and the terms of its losses."""
-    inputs = DraftInputs(tables, features.aux, features.hidden, rows, forward.ttt_steps, forward.dtype, anchors)
+    inputs = DraftInputs(
+        tables, features.aux, features.hidden, rows=rows, steps=forward.ttt_steps, dtype=forward.dtype, anchors=anchors
+    )
     outputs, lm_head = forward.draft.unrolled(params, inputs, partition)
     hidden, kept = features.hidden.astype(forward.dtype), _in_draft_vocabulary(rows.kept, tables)
-    target = TargetDistribution(hidden, tables.lm_head, features.normaliser, kept, anchors)
+    target = TargetDistribution(hidden, tables.lm_head, features.normaliser, kept=kept, anchors=anchors)
     return outputs, draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
 
 

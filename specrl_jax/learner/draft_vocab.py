@@ -62,15 +62,15 @@ class DraftVocabulary:
         if unchosen or found < self._min_coverage:
             chosen = most_frequent(self.counts, len(ids))
             if coverage(self.counts, chosen) > found + (0 if unchosen else ADDED):
-                state = change_vocabulary(state, chosen, self._draft, self._model)
+                state = change_vocabulary(state, chosen, self._draft, model=self._model)
         return state, {"draft/coverage": found}
 
 
-def change_vocabulary(state: RunState, ids: np.ndarray, draft: DraftModel, model: qwen3.Qwen3Config) -> RunState:
+def change_vocabulary(state: RunState, ids: np.ndarray, draft: DraftModel, *, model: qwen3.Qwen3Config) -> RunState:
     """Return the state with its draft over `ids` [Vd]."""
     assert state.draft is not None and state.vocab_map is not None
     lm_head = qwen3.lm_head_weight(state.policy.base, model)
-    moved = move_vocabulary(state.draft, tables_by_id(draft), np.asarray(state.vocab_map), ids, lm_head)
+    moved = move_vocabulary(state.draft, tables_by_id(draft), np.asarray(state.vocab_map), new=ids, lm_head=lm_head)
     return dataclasses.replace(state, draft=moved, vocab_map=jax.device_put(ids, state.vocab_map.sharding))
 
 
@@ -81,7 +81,7 @@ def tables_by_id(draft: DraftModel) -> list[str]:
 
 
 def move_vocabulary(
-    state: TrainState, tables: Collection[str], old: np.ndarray, new: np.ndarray, lm_head: jax.Array
+    state: TrainState, tables: Collection[str], old: np.ndarray, *, new: np.ndarray, lm_head: jax.Array
 ) -> TrainState:
     """Move the rows of `tables` from the ids `old` [Vd] to `new` [Vd].
 

@@ -55,10 +55,14 @@ class PolicyForward:
         """Return the parameters that the forward runs on: the trained ones, or the frozen ones with their adapters."""
         return attach(frozen, trained, self.lora) if self.lora and frozen else trained
 
-    def apply(self, params: Params, rows: Rows, partition: Partitioner, return_experts: bool = False) -> qwen3.Output:
+    def apply(
+        self, params: Params, rows: Rows, partition: Partitioner, *, return_experts: bool = False
+    ) -> qwen3.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
         r = rows
-        inputs = qwen3.Inputs(r.tokens, r.positions, r.segments, r.targets, r.mask, r.kept, r.experts)
+        inputs = qwen3.Inputs(
+            r.tokens, r.positions, r.segments, targets=r.targets, counted=r.mask, kept=r.kept, experts=r.experts
+        )
         options = qwen3.Options(
             dtype=self.dtype,
             aux_layers=self.aux_layers,
@@ -68,7 +72,7 @@ class PolicyForward:
             temperature=self.temperature,
             return_experts=return_experts,
         )
-        return qwen3.forward(params, self.model, inputs, partition, options)
+        return qwen3.forward(params, self.model, inputs, partition=partition, options=options)
 
 
 @flax.struct.dataclass
@@ -161,7 +165,7 @@ def _features(out: qwen3.Output) -> Features:
 
 
 def make_policy_step(
-    forward: PolicyForward, objective: Objective, optimizer: optax.GradientTransformation, partition: Partitioner
+    forward: PolicyForward, objective: Objective, optimizer: optax.GradientTransformation, *, partition: Partitioner
 ) -> PolicyStep:
     """Return the optimizer update of the policy from the microbatches of one minibatch.
 
@@ -175,7 +179,9 @@ def make_policy_step(
     ) -> tuple[jax.Array, tuple[LossMetrics, jax.Array | None, StepOutputs]]:
         out = forward.apply(forward.merge(trained, frozen), rows, partition)
         assert out.logprobs is not None and out.entropy is not None  # rows have targets
-        terms = grpo_loss(out.logprobs, out.entropy, inputs, rows.mask, rows.segments, objective)
+        terms = grpo_loss(
+            out.logprobs, out.entropy, inputs, mask=rows.mask, segments=rows.segments, objective=objective
+        )
         logprobs = jax.lax.stop_gradient(out.logprobs)
         outputs = StepOutputs(logprobs, _features(out) if forward.features else None)
         return terms.loss.total, (terms, jax.lax.stop_gradient(out.routing), outputs)
@@ -190,10 +196,10 @@ def make_policy_step(
         norm = optax.tree.norm(mean)
         healthy = jnp.isfinite(norm) & jnp.isfinite(loss.total)
         updated, growth = apply_gradient(state, mean, optimizer, healthy)
-        return updated, UpdateMetrics(sums.terms, norm, ~healthy, growth, sums.routing)
+        return updated, UpdateMetrics(sums.terms, norm, ~healthy, growth=growth, routing=sums.routing)
 
     frozen = qwen3.param_specs(forward.model) if forward.lora else None
-    state = state_shardings(forward.trained_specs, optimizer, partition, frozen)
+    state = state_shardings(forward.trained_specs, optimizer, partition, frozen=frozen)
     alike = stand_in(partition.replicated)
     sums = _Sums(state.params, cast(LossMetrics, alike), alike)
     by_row = partition.sharding(("batch", "sequence"))

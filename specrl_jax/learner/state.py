@@ -41,7 +41,7 @@ class RunState:
 
 
 def state_shardings(
-    specs: Specs, optimizer: optax.GradientTransformation, partition: Partitioner, frozen: Specs | None = None
+    specs: Specs, optimizer: optax.GradientTransformation, partition: Partitioner, *, frozen: Specs | None = None
 ) -> TrainState:
     """Return shardings of a TrainState of `specs`: moments as their parameter, counters replicated.
 
@@ -62,7 +62,7 @@ def state_shardings(
 
     opt_state = jax.tree.map_with_path(sharding, _state_shapes(specs, optimizer).opt_state)
     frozen_shardings = cast(Params, partition.shardings(frozen)) if frozen else None
-    return TrainState(stand_in(partition.replicated), cast(Params, params), opt_state, frozen_shardings)
+    return TrainState(stand_in(partition.replicated), cast(Params, params), opt_state, frozen=frozen_shardings)
 
 
 def abstract_state(specs: Specs, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
@@ -82,7 +82,7 @@ def init_random_params(key: jax.Array, specs: Specs, partition: Partitioner) -> 
 
 
 def init_state(
-    params: Params, specs: Specs, optimizer: optax.GradientTransformation, partition: Partitioner
+    params: Params, specs: Specs, optimizer: optax.GradientTransformation, *, partition: Partitioner
 ) -> TrainState:
     """Return a fresh state around `params`, which are donated; nothing is frozen."""
     shardings = state_shardings(specs, optimizer, partition)

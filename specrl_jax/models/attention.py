@@ -59,6 +59,7 @@ def by_queries(
     attend: Callable[[Queries, Tree], jax.Array],
     parts: int,
     segment_ids: jax.Array | None,
+    *,
     arrays: Tree,
     places: jax.Array | None = None,
 ) -> jax.Array:
@@ -101,7 +102,7 @@ def by_xla(segment_ids: jax.Array | None, partition: Partitioner) -> AttendRows:
         def some(queries: Queries, q: jax.Array) -> jax.Array:
             return jax.nn.dot_product_attention(q, k, v, mask=queries.readable(segment_ids, k.shape[1]))
 
-        return by_queries(some, parts, segment_ids, q)
+        return by_queries(some, parts, segment_ids, arrays=q)
 
     return attend
 
@@ -131,7 +132,7 @@ def by_splash(segment_ids: jax.Array | None, partition: Partitioner, interpret: 
 ATTENTION: dict[str, RowAttention] = {"xla": by_xla, "cudnn": by_cudnn, "splash": by_splash}
 
 
-def find_attention(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner) -> RowAttention:
+def find_attention(name: str, head_dim: int, dtype: jnp.dtype, *, partition: Partitioner) -> RowAttention:
     """Return the attention of policy.attention=`name`, for activations of `dtype` on the devices of `partition`.
 
     Raises InputError where the name is unknown or the kernel cannot run. `auto` always runs, and warns where it falls

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from kernels_pallas.attention import op
 from kernels_pallas.attention.op import Heads, Paging, Table
@@ -45,7 +44,7 @@ def is_axes(node: object) -> bool:
     return isinstance(node, tuple) and node[:1] == PAGE_AXES[:1]
 
 
-def init_cache(layers: int, kv_heads: int, head_dim: int, shape: PageShape) -> KVCache:
+def init_cache(layers: int, kv_heads: int, head_dim: int, *, shape: PageShape) -> KVCache:
     """Return empty pools of every layer."""
     sizes = shape.pages, kv_heads, 2, shape.tokens, head_dim
     return tuple(op.empty_pool(sizes, shape.dtype, shape.platform) for _ in range(layers))
@@ -56,38 +55,62 @@ def init_tokens(width: int, shape: PageShape) -> jax.Array:
     return op.empty_pool((shape.pages, shape.tokens, width), shape.dtype, shape.platform)
 
 
-def write(pages: jax.Array, k: jax.Array, v: jax.Array, paging: Paging, partition: Partitioner) -> jax.Array:
+def write(pages: jax.Array, k: jax.Array, v: jax.Array, *, paging: Paging, partition: Partitioner) -> jax.Array:
     """Write k and v [B, Q, K, H]."""
-    return op.write(pages, paging.table.write, paging.positions, k, v, *_where(partition))
+    return op.write(
+        pages,
+        paging.table.write,
+        paging.positions,
+        keys=k,
+        values=v,
+        mesh=partition.mesh,
+        rows=partition.axes("batch"),
+        heads=partition.axes("kv_heads"),
+    )
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, paging: Paging, partition: Partitioner
+    q: jax.Array, k: jax.Array, v: jax.Array, *, pages: jax.Array, paging: Paging, partition: Partitioner
 ) -> tuple[jax.Array, jax.Array]:
     """Write k and v [B, Q, K, H], then attend from q [B, Q, N, H] up to each query's own position.
 
     Returns [B, Q, N, H] in the dtype of q, and the pages.
     """
-    pages = write(pages, k, v, paging, partition)
-    return op.attend(q, pages, paging.table.read, paging.positions, *_where(partition)), pages
+    pages = write(pages, k, v, paging=paging, partition=partition)
+    return _attend(q, pages, paging.table.read, positions=paging.positions, partition=partition), pages
 
 
 def attend_up_to(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    *,
     pages: jax.Array,
     paging: Paging,
     last: jax.Array,
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array]:
     """Do as `attend`, but let each query read up to `last` [B, Q] int32, ascending, instead of its own position."""
-    pages = write(pages, k, v, paging, partition)
-    return op.attend(q, pages, paging.table.read, last, *_where(partition)), pages
+    pages = write(pages, k, v, paging=paging, partition=partition)
+    return _attend(q, pages, paging.table.read, positions=last, partition=partition), pages
+
+
+def _attend(
+    q: jax.Array, pages: jax.Array, table: jax.Array, *, positions: jax.Array, partition: Partitioner
+) -> jax.Array:
+    return op.attend(
+        q,
+        pages,
+        table,
+        positions=positions,
+        mesh=partition.mesh,
+        rows=partition.axes("batch"),
+        heads=partition.axes("kv_heads"),
+    )
 
 
 def attend_fused(
-    fused: jax.Array, heads: Heads, epsilon: float, pages: jax.Array, paging: Paging, partition: Partitioner
+    fused: jax.Array, heads: Heads, epsilon: float, *, pages: jax.Array, paging: Paging, partition: Partitioner
 ) -> tuple[jax.Array, jax.Array] | None:
     """Do in few launches what `attend` does of queries, keys and values that are normed and rotated first.
 
@@ -97,21 +120,30 @@ def attend_fused(
       fused: [B, Q, K, R + 2, H], not normed and not rotated: of each key/value head R queries, the key, the value.
       epsilon: of the norm.
     """
-    kernel = op.fused_kernel(fused, pages, paging.table.read, partition.mesh.devices.flat[0])
+    kernel = op.fused_kernel(fused, pages, paging.table.read, device=partition.mesh.devices.flat[0])
     if kernel is None:
         return None
-    return op.attend_fused(kernel, fused, heads, epsilon, pages, paging.table, paging.positions, *_where(partition))
+    return op.attend_fused(
+        kernel,
+        fused,
+        heads,
+        epsilon=epsilon,
+        pages=pages,
+        table=paging.table,
+        positions=paging.positions,
+        mesh=partition.mesh,
+        rows=partition.axes("batch"),
+        split=partition.axes("kv_heads"),
+    )
 
 
-def _where(partition: Partitioner) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:
-    return partition.mesh, partition.axes("batch"), partition.axes("kv_heads")
-
-
-def write_tokens(pool: jax.Array, paging: Paging, new: jax.Array, partition: Partitioner) -> jax.Array:
+def write_tokens(pool: jax.Array, paging: Paging, new: jax.Array, *, partition: Partitioner) -> jax.Array:
     """Write new [B, Q, D] to a pool [C, T, D]."""
-    return op.write_pool(pool, paging.table.write, paging.positions, new, partition.mesh, partition.axes("batch"))
+    return op.write_pool(
+        pool, paging.table.write, paging.positions, new=new, mesh=partition.mesh, rows=partition.axes("batch")
+    )
 
 
 def read_tokens(pool: jax.Array, paging: Paging, partition: Partitioner) -> jax.Array:
     """Read [B, Q, D] from a pool [C, T, D]."""
-    return op.read_pool(pool, paging.table.read, paging.positions, partition.mesh, partition.axes("batch"))
+    return op.read_pool(pool, paging.table.read, paging.positions, mesh=partition.mesh, rows=partition.axes("batch"))

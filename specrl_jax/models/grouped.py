@@ -56,7 +56,7 @@ def by_tiles(
     copies are added in the order of their experts, whatever the other tokens choose; on a GPU that holds within a tile
     only, as XLA's scatter-add has no order there.
     """
-    tiles, w = lay_out(chosen, w["gate"].shape[0], total, at_once), _narrowed(w, x)
+    tiles, w = lay_out(chosen, w["gate"].shape[0], total, at_once=at_once), _narrowed(w, x)
 
     def body(copies: jax.Array, owners: jax.Array, out: jax.Array) -> jax.Array:
         mine = jax.tree.map(lambda m: m[owners], w)
@@ -76,7 +76,7 @@ def _by_tiles_backward(
     total: int, at_once: int, saved: Inputs, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, Params]:
     x, share, chosen, w = saved
-    tiles, narrow = lay_out(chosen, w["gate"].shape[0], total, at_once), _narrowed(w, x)
+    tiles, narrow = lay_out(chosen, w["gate"].shape[0], total, at_once=at_once), _narrowed(w, x)
 
     def body(
         copies: jax.Array, owners: jax.Array, sums: tuple[jax.Array, jax.Array, Params]
@@ -122,7 +122,7 @@ class Tiles(NamedTuple):
         return jax.lax.fori_loop(0, -(-self.used // self.at_once), step, carry)
 
 
-def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Tiles:
+def lay_out(chosen: jax.Array, E: int, total: int, *, at_once: int = AT_ONCE) -> Tiles:
     """Lay out the copies of chosen [n, k] int32 in 0..E, with `total` experts on all devices; E: of another device.
 
     At most n k / M + E tiles hold a copy, whatever the choices.
@@ -150,7 +150,7 @@ def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Ti
     # Rows past the last copy, those of unused tiles too.
     empty = before >= of_tile(sizes)
     place = jnp.minimum(of_tile(start) + before, copies - 1)
-    return Tiles(jnp.where(empty, copies, order[place]), owners, tiles.sum(), k, at_once)
+    return Tiles(jnp.where(empty, copies, order[place]), owners, tiles.sum(), k=k, at_once=at_once)
 
 
 def _outputs(rows: jax.Array, share: jax.Array, w: Params) -> jax.Array:
@@ -189,7 +189,7 @@ def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, tota
         return by_tiles(x, share, chosen, w, total)
 
     def one(x: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
-        tiles = lay_out(chosen, E, total, chosen.size * LARGEST)
+        tiles = lay_out(chosen, E, total, at_once=chosen.size * LARGEST)
         y = kernel.swiglu(_taken(x, tiles.copies // tiles.k), tiles.owners, matrices)
         return _sums_of_copies(y, share, chosen, tiles)
 
@@ -207,7 +207,7 @@ def _matrices(w: Params) -> Matrices:
     """Return the matrices as a kernel takes them."""
     gate, up, down = w["gate"], w["up"], w["down"]
     if isinstance(gate, Quantized) and isinstance(up, Quantized) and isinstance(down, Quantized):
-        return Matrices(gate.values, up.values, down.values, (gate.scale, up.scale, down.scale))
+        return Matrices(gate.values, up.values, down.values, scales=(gate.scale, up.scale, down.scale))
     return Matrices(gate, up, down)
 
 

@@ -64,7 +64,7 @@ def count_params(specs: Specs) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs))
 
 
-def einsum(equation: str, x: jax.Array, w: jax.Array | Quantized, sums: jnp.dtype | None = None) -> jax.Array:
+def einsum(equation: str, x: jax.Array, w: jax.Array | Quantized, *, sums: jnp.dtype | None = None) -> jax.Array:
     """Compute `matmul` in the dtype of `x`: accumulated in float32 on each device and rounded once at its end."""
     return matmul(equation, x, w, sums).astype(x.dtype)
 
@@ -131,7 +131,7 @@ def project_heads(x: jax.Array, w: jax.Array, sums: jnp.dtype | None = None) -> 
     The contraction is over one merged axis: over two, XLA copies w each time.
     """
     merged = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), w)
-    return einsum("BTF,FD->BTD", x.reshape(*x.shape[:2], -1), merged, sums)
+    return einsum("BTF,FD->BTD", x.reshape(*x.shape[:2], -1), merged, sums=sums)
 
 
 def swiglu(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> jax.Array:
@@ -141,7 +141,7 @@ def swiglu(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> jax.Array:
     times as long as both (8 to 32 rows, d 192).
     """
     gate, up = (kept(einsum("BTD,DF->BTF", x, w[name])) for name in ("gate", "up"))
-    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"], sums)
+    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"], sums=sums)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -199,7 +199,7 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 def rotary_angles(
-    positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None
+    positions: jax.Array, head_dim: int, theta: float, *, yarn: Yarn | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sin, cos), each [B, T, 1, H/2] float32, of positions [B, T] in tokens.
 

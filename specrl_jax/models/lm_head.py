@@ -60,7 +60,7 @@ def _token_scores(
 
     def body(carry: tuple[jax.Array, ...], tile: Tile, rows: jax.Array) -> tuple[jax.Array, ...]:
         maximum, sum_exp, weighted_sum, target_logit = carry
-        logits = tiling.logits(hidden, rows, tile, support)
+        logits = tiling.logits(hidden, rows, tile, support=support)
         peak = jnp.maximum(maximum, tile.only(logits, -jnp.inf).max(axis=-1))
         above = logits - peak[..., None]
         weights = tile.only(jnp.exp(above))
@@ -105,7 +105,7 @@ def _token_scores_forward(
     hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling, kept: KeptTokens | None
 ) -> tuple[TokenScores, _SavedScores]:
     scores, normaliser = _token_scores(hidden, table, targets, tiling, kept)
-    return scores, _SavedScores(hidden, table, targets, kept, scores.entropy, normaliser)
+    return scores, _SavedScores(hidden, table, targets, kept=kept, entropy=scores.entropy, normaliser=normaliser)
 
 
 def _token_scores_backward(
@@ -121,7 +121,7 @@ def _token_scores_backward(
     entropy = entropy[..., None, None]
 
     def logit_gradient(tile: Tile, rows: jax.Array) -> jax.Array:
-        logprobs = normaliser.logprobs(tiling.logits(hidden, rows, tile, support))
+        logprobs = normaliser.logprobs(tiling.logits(hidden, rows, tile, support=support))
         share = d_normaliser - d_logprob - d_entropy * (logprobs + entropy)
         return product(jnp.exp(logprobs), share) + jnp.where(_is_target(tile, targets), d_logprob, 0.0)
 
@@ -187,7 +187,7 @@ def _draft_terms(
     draft_normaliser, target_normaliser = _normalisers((*outputs, target.hidden), parts, tiling, support)
 
     def body(carry: _Sums, tile: Tile, rows: jax.Array, target_rows: jax.Array) -> _Sums:
-        logits = tiling.logits(target.hidden, target_rows, tile, support)
+        logits = tiling.logits(target.hidden, target_rows, tile, support=support)
         p = jnp.exp(logits - target.normaliser[..., None, None])
         log_renormalised = target_normaliser.logprobs(logits)
         renormalised = tile.only(jnp.exp(log_renormalised))
@@ -201,10 +201,10 @@ def _draft_terms(
             terms = crossed, jnp.minimum(p_then, q), jnp.where(q <= p_then, q, 0.0)
             sums.append([term.sum(axis=(-2, -1)) for term in terms])
         crossed, overlap, below = (jnp.stack(x) for x in zip(*sums))
-        return _Sums(carry.cross_entropy + crossed, entropy, carry.overlap + overlap, carry.below + below)
+        return _Sums(carry.cross_entropy + crossed, entropy, carry.overlap + overlap, below=carry.below + below)
 
     zeros = jnp.zeros_like(draft_normaliser.peak)
-    sums = tiling.fold(body, _Sums(zeros, jnp.zeros_like(target_normaliser.peak), zeros, zeros), *parts)
+    sums = tiling.fold(body, _Sums(zeros, jnp.zeros_like(target_normaliser.peak), zeros, below=zeros), *parts)
     entropy = jnp.stack([target.ahead(sums.entropy, 1 + i) for i in range(steps)])
     terms = DraftTerms(sums.cross_entropy, entropy, sums.overlap)
     return terms, _Saved(draft_normaliser, target_normaliser, sums.below)
@@ -220,7 +220,7 @@ def _normalisers(
 
     def body(carry: tuple[_Peak, ...], tile: Tile, rows: jax.Array, target_rows: jax.Array) -> tuple[_Peak, ...]:
         logits = [tile.only(tiling.logits(x, rows), -jnp.inf) for x in hidden[:-1]]
-        logits.append(tile.only(tiling.logits(hidden[-1], target_rows, tile, support), -jnp.inf))
+        logits.append(tile.only(tiling.logits(hidden[-1], target_rows, tile, support=support), -jnp.inf))
         return tuple(found.with_logits(x) for found, x in zip(carry, logits, strict=True))
 
     dtype = jnp.promote_types(hidden[0].dtype, jnp.float32)
@@ -270,7 +270,7 @@ def _draft_terms_backward(
         cross_entropy *= jnp.stack([target.ahead(some, 1 + i) for i in range(outputs.shape[0])])
 
     def logit_gradient(tile: Tile, rows: jax.Array, target_rows: jax.Array) -> jax.Array:
-        logits = tiling.logits(target.hidden, target_rows, tile, support)
+        logits = tiling.logits(target.hidden, target_rows, tile, support=support)
         p = jnp.exp(logits - target.normaliser[..., None, None])
         renormalised = jnp.exp(target_normaliser.logprobs(logits))
         found = []

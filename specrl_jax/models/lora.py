@@ -76,9 +76,15 @@ def _parts(spec: ParamSpec, equation: str, rank: int) -> dict[str, ParamSpec]:
     inputs = equation.index("r") - len("...")
     outputs = len(equation.split("->")[1]) - len("...") - inputs
     lead, middle = len(spec.shape) - inputs - outputs, len(spec.shape) - outputs
-    a = ParamSpec((*spec.shape[:middle], rank), (*spec.axes[:middle], None), math.prod(spec.shape[lead:middle]), "", "")
+    a = ParamSpec(
+        (*spec.shape[:middle], rank),
+        (*spec.axes[:middle], None),
+        math.prod(spec.shape[lead:middle]),
+        hf_name="",
+        hf_layout="",
+    )
     shape, axes = (*spec.shape[:lead], rank, *spec.shape[middle:]), (*spec.axes[:lead], None, *spec.axes[middle:])
-    return {"a": a, "b": ParamSpec(shape, axes, rank, "", "")}
+    return {"a": a, "b": ParamSpec(shape, axes, rank, hf_name="", hf_layout="")}
 
 
 def init_adapters(key: jax.Array, specs: Specs) -> Params:
@@ -95,7 +101,11 @@ def attach(params: Mapping[str, Leaf], adapters: Mapping[str, Leaf], lora: LoRA)
     for name in adapters:
         parts = branch(adapters, name)
         adapted = Adapted(
-            stand_in(layers[name]), stand_in(parts["a"]), stand_in(parts["b"]), EQUATIONS[name], lora.scale
+            stand_in(layers[name]),
+            stand_in(parts["a"]),
+            stand_in(parts["b"]),
+            equation=EQUATIONS[name],
+            scale=lora.scale,
         )
         layers[name] = cast("Leaf", adapted)
     return nested({name: leaf for name, leaf in params.items() if name != "layers"}, layers=layers)

@@ -59,6 +59,7 @@ def mixture(
     x: jax.Array,
     w: Params,
     experts_per_token: int,
+    *,
     renormalise: bool,
     partition: Partitioner,
     counted: jax.Array | None = None,
@@ -76,7 +77,7 @@ def mixture(
     added = ((0, -B % partition.num_shards("batch")), (0, 0), (0, 0))
     x = jnp.pad(x, added)
     replayed = None if replayed is None else jnp.pad(replayed, added)
-    routes = route(x, w["router"], experts_per_token, renormalise, partition, replayed)
+    routes = route(x, w["router"], experts_per_token, renormalise=renormalise, partition=partition, replayed=replayed)
     out = experts(x, routes.share, routes.chosen, {name: w[name] for name in MATRICES}, partition)
     chosen = routes.chosen[:B]
     return out[:B], Routed(count_copies(chosen, w["router"].shape[1], counted), chosen)
@@ -86,6 +87,7 @@ def route(
     x: jax.Array,
     router: jax.Array,
     k: int,
+    *,
     renormalise: bool,
     partition: Partitioner,
     replayed: jax.Array | None = None,
@@ -162,7 +164,7 @@ def experts(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, partit
 
     def here(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params) -> jax.Array:
         dtype, (x, share, chosen) = x.dtype, over.gather_rows(x, share, chosen)
-        return over.scatter_sums(over.sum_experts(x, share, chosen, over.gather_matrices(w, dtype))).astype(dtype)
+        return over.scatter_sums(over.sum_experts(x, share, chosen, w=over.gather_matrices(w, dtype))).astype(dtype)
 
     return over.mapped(here, (row, row, row, matrices), row)(x, share, chosen, w)
 
@@ -184,7 +186,7 @@ def _backward(partition: Partitioner, saved: Inputs, gradient: jax.Array) -> tup
         dtypes = x.dtype, jax.tree.map(lambda m: m.dtype, w)
         x, share, chosen, gradient = over.gather_rows(x, share, chosen, gradient)
         whole = over.gather_matrices(w, x.dtype)
-        _, pull = jax.vjp(lambda x, share, w: over.sum_experts(x, share, chosen, w), x, share, whole)
+        _, pull = jax.vjp(lambda x, share, w: over.sum_experts(x, share, chosen, w=w), x, share, whole)
         d_x, d_share, d_w = pull(at_least_float32(gradient))
         d_w = jax.tree.map(lambda g, dtype: g.astype(dtype), over.scatter_gradients(d_w), dtypes[1])
         return over.scatter_sums(at_least_float32(d_x)).astype(dtypes[0]), over.scatter_sums(d_share), d_w
@@ -228,7 +230,7 @@ class Exchange:
 
     def mapped(self, fn: Callable[..., Result], ins: object, outs: object) -> Callable[..., Result]:
         """Map fn over the devices, each with its own shards."""
-        return on_each_device(fn, self.partition.mesh, ins, outs)
+        return on_each_device(fn, self.partition.mesh, ins, out_specs=outs)
 
     def axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes of more than one device that a logical axis is split over."""
@@ -277,7 +279,7 @@ class Exchange:
     def _add(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         return jax.lax.psum(x, names) if names else x
 
-    def sum_experts(self, x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params) -> jax.Array:
+    def sum_experts(self, x: jax.Array, share: jax.Array, chosen: jax.Array, *, w: Params) -> jax.Array:
         """Sum the outputs of this device's experts, [b, T, D] at least float32, as `grouped` does on such a device."""
         here = w["gate"].shape[0]
         total = here * self.partition.num_shards("experts")

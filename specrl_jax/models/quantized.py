@@ -51,7 +51,7 @@ class Quantized:
         return self.scale.reshape([sizes.get(letter, 1) for letter in out])
 
 
-def quantize(w: jax.Array, axes: tuple[int, ...], kind: str, dtype: jnp.dtype) -> Quantized:
+def quantize(w: jax.Array, axes: tuple[int, ...], kind: str, *, dtype: jnp.dtype) -> Quantized:
     """Round w to the nearest numbers of a format of FORMATS, symmetric about 0.
 
     Args:

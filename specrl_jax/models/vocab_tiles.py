@@ -76,7 +76,7 @@ class Tiling:
         return table.reshape(shards, -1, table.shape[1])
 
     def logits(
-        self, hidden: jax.Array, rows: jax.Array, tile: Tile | None = None, support: Support | None = None
+        self, hidden: jax.Array, rows: jax.Array, tile: Tile | None = None, *, support: Support | None = None
     ) -> jax.Array:
         """Return logits / temperature [B, T, W, M], at least float32, of hidden [B, T, D] and rows [W, M, D].
 
@@ -95,7 +95,7 @@ class Tiling:
             # The last tile ends with the vocabulary and overlaps the one before it.
             start = jnp.minimum(i * M, size - M)
             places = start + jnp.arange(M)
-            tile = Tile(start, jnp.arange(shards)[:, None] * size + places[None], places >= i * M, size)
+            tile = Tile(start, jnp.arange(shards)[:, None] * size + places[None], places >= i * M, size=size)
             return body(carry, tile, *[jax.lax.dynamic_slice_in_dim(table, start, M, axis=1) for table in tables])
 
         return step(0, carry) if size == M else jax.lax.fori_loop(0, -(-size // M), step, carry)

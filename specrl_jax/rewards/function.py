@@ -101,7 +101,7 @@ def _asked(signature: inspect.Signature) -> tuple[str, ...]:
     return tuple(n for n in ASKABLE if n not in first and (everything or n in signature.parameters))
 
 
-def call(function: Function, response: str, answer: str, context: Context) -> Returned:
+def call(function: Function, response: str, answer: str, *, context: Context) -> Returned:
     """Call a reward. Raises what it raises, and TypeError or ValueError for what is no reward."""
     value = function.call(response, answer, **{name: getattr(context, name) for name in function.asks})
     return value if isinstance(value, Returned) else read(value)

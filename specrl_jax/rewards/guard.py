@@ -75,7 +75,7 @@ def _run_worker(settings: dict, guard: int) -> NoReturn:
 
         with socket.socket(fileno=settings["socket"]) as channel:
             channel.set_inheritable(False)
-            worker.serve(channel, settings["names"], settings["memory"], settings["code"])
+            worker.serve(channel, settings["names"], settings["memory"], code=settings["code"])
     os._exit(0)
 
 

@@ -113,7 +113,15 @@ def parse_outcome(message: object, count: int) -> Outcome:
             fits = fits and all(map(is_finite, rewards)) and are_parts(parts)
             fits = fits and are_messages(messages or [])
             if fits and len(extracted or "") <= MAX_EXTRACTED and len(detail) <= MAX_DETAIL:
-                return Outcome(tuple(map(float, rewards)), correct, parts, extracted, failure, detail, messages)
+                return Outcome(
+                    tuple(map(float, rewards)),
+                    correct,
+                    parts,
+                    extracted=extracted,
+                    failure=failure,
+                    detail=detail,
+                    messages=messages,
+                )
     raise ValueError("no outcome")
 
 

@@ -226,7 +226,7 @@ def label(name: str) -> str:
     return os.path.basename(name).replace(".py:", ":") if file_of(name) else name
 
 
-def make_environment(name: str, seconds: float, workers: int, memory: float) -> EnvironmentWorkers | None:
+def make_environment(name: str, seconds: float, workers: int, *, memory: float) -> EnvironmentWorkers | None:
     """Return the workers of an environment, None where `name` is ''. Raises InputError for a missing file.
 
     Args:

@@ -65,7 +65,7 @@ class Hello(NamedTuple):
     asks: Sequence[str] = ()  # fields of Context that they need
 
 
-def serve(channel: socket.socket, names: Sequence[str], memory: int, code: object = None) -> None:
+def serve(channel: socket.socket, names: Sequence[str], memory: int, *, code: object = None) -> None:
     """Score what comes through `channel` until its other end is closed; say hello first.
 
     (number, seconds, rows) is answered by one (number, outcome, MORE, ENOUGH or FULL) for each row in order: no row is
@@ -109,7 +109,7 @@ def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[
     asked = {field for function in functions.values() for field in function.asks}
     asked |= {"prompt"} if any(name in NAMES for name in names) else set()  # which may have begun the thought
     asks = [field for field in Context._fields if field in asked]
-    return Worker(functions, extract, memory, address_space()), Hello(problem, asks)
+    return Worker(functions, extract, memory, base=address_space()), Hello(problem, asks)
 
 
 def _load(name: str, code: object) -> Function:
@@ -132,7 +132,8 @@ def score_row(worker: Worker, row: Row) -> Outcome:
             whole = row._replace(response=with_prefilled(row.context.prompt, row.response))
             for name, function in worker.functions.items():
                 current = f"{name}: " if len(worker.functions) > 1 else ""
-                returned.append(call(function, *(whole if name in NAMES else row)))
+                read = whole if name in NAMES else row
+                returned.append(call(function, read.response, read.answer, context=read.context))
             current = ""
             extracted = worker.extract(whole.response) if worker.extract else returned[0].extracted
         parts: dict[str, float] = {}
@@ -142,7 +143,7 @@ def score_row(worker: Worker, row: Row) -> Outcome:
             parts |= one.parts
         rewards = tuple(one.reward for one in returned)
         extracted = (extracted or "")[:MAX_EXTRACTED] or None
-        return Outcome(rewards, returned[0].correct, parts, extracted, messages=returned[0].messages)
+        return Outcome(rewards, returned[0].correct, parts, extracted=extracted, messages=returned[0].messages)
     except MemoryError:
         return Outcome((), failure="memory", detail=f"{current}MemoryError"[-MAX_DETAIL:])
     except BaseException as error:  # also SystemExit

@@ -36,7 +36,7 @@ def count_sequences(mask: jax.Array, segments: jax.Array | None) -> jax.Array:
     return jax.vmap(count_row)(mask, segments).sum()
 
 
-def aggregate(values: jax.Array, mask: jax.Array, segments: jax.Array | None, how: str, longest: int) -> Mean:
+def aggregate(values: jax.Array, mask: jax.Array, segments: jax.Array | None, *, how: str, longest: int) -> Mean:
     """Reduce the losses of a batch to one number, as (sum, count).
 
     Args:

@@ -61,7 +61,7 @@ def step_weights(name: str, steps: int) -> jax.Array:
 
 
 def draft_loss_mask(
-    mask: jax.Array, steps: int, segments: jax.Array | None = None, anchors: jax.Array | None = None
+    mask: jax.Array, steps: int, segments: jax.Array | None = None, *, anchors: jax.Array | None = None
 ) -> jax.Array:
     """Return the mask [steps, B, T] of pairs that a step's loss counts.
 
@@ -81,7 +81,7 @@ def draft_loss_mask(
 
 
 def pair_weights(
-    pairs: jax.Array, drawn: jax.Array | None, positions: str, anchors: jax.Array | None = None
+    pairs: jax.Array, drawn: jax.Array | None, positions: str, *, anchors: jax.Array | None = None
 ) -> jax.Array:
     """Return the weight [steps, B, T] float32 of each pair in the loss, of a mask `pairs` as `draft_loss_mask` returns.
 

@@ -24,7 +24,7 @@ def probability_ratio(log_ratio: jax.Array) -> jax.Array:
 
 
 def importance_weights(
-    logprobs: jax.Array, behaviour: jax.Array, mask: jax.Array, segments: jax.Array | None, how: str, cap: float
+    logprobs: jax.Array, behaviour: jax.Array, mask: jax.Array, *, segments: jax.Array | None, how: str, cap: float
 ) -> jax.Array:
     """Return the weight [B, T] of each token's loss.
 

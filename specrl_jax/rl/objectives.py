@@ -85,7 +85,7 @@ class LossMetrics:
         return jax.tree.map(jnp.add, self, other)
 
 
-def kl_estimate(logprobs: jax.Array, other: jax.Array, mask: jax.Array, estimator: str = "k3") -> jax.Array:
+def kl_estimate(logprobs: jax.Array, other: jax.Array, mask: jax.Array, *, estimator: str = "k3") -> jax.Array:
     """Estimate KL(p || q) token by token, [B, T] nats, zero outside the mask.
 
     Args:
@@ -100,6 +100,7 @@ def grpo_loss(
     logprobs: jax.Array,
     entropy: jax.Array,
     inputs: LossInputs,
+    *,
     mask: jax.Array,
     segments: jax.Array | None,
     objective: Objective,
@@ -136,16 +137,18 @@ def grpo_loss(
     weight, kl = jnp.ones_like(loss), jnp.zeros_like(loss)
     if o.correction != "none":
         assert inputs.behaviour is not None, "a correction compares with the rollouts' log-probs"
-        weight = importance_weights(old, inputs.behaviour, mask, segments, o.correction, o.correction_cap)
+        weight = importance_weights(
+            old, inputs.behaviour, mask, segments=segments, how=o.correction, cap=o.correction_cap
+        )
         loss = weight * loss
     if o.kl_coef:
         assert inputs.ref_logprobs is not None, "the KL term needs the reference's log-probs"
-        kl = kl_estimate(logprobs, inputs.ref_logprobs, mask, o.kl)
+        kl = kl_estimate(logprobs, inputs.ref_logprobs, mask, estimator=o.kl)
         loss = loss + o.kl_coef * kl
     if o.entropy_coef:
         loss = loss - o.entropy_coef * entropy
     return LossMetrics(
-        loss=aggregate(loss, mask, segments, o.aggregation, o.longest),
+        loss=aggregate(loss, mask, segments, how=o.aggregation, longest=o.longest),
         kl=masked_mean(kl, mask),
         clip_fraction=masked_mean(is_clipped, mask),
         entropy=masked_mean(entropy, responses),

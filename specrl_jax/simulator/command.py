@@ -39,20 +39,20 @@ def run(f: flags.FlagValues) -> None:
     scenario, (point, optimize_split) = make_scenario(f, f.config), make_point(f, f.config)
     check_weights_fit(scenario)
     disagreement = None if f.disagreement == -1 else f.disagreement
-    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split, disagreement)]))
+    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split, disagreement=disagreement)]))
     if f.grid:
         print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
 
 
 def make_head(model: Qwen3Config, c: ConfigDict) -> Head:
     d = c.draft
-    return priced_head(d.kind, model, max(0, d.vocab_size), d.slots, d.layers)
+    return priced_head(d.kind, model, max(0, d.vocab_size), slots=d.slots, layers=d.layers)
 
 
 def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
     """Read the scenario from flags and config; the ConfigDict goes no further."""
-    model, machine = preset(c.policy.preset), find("hardware", "machine", HARDWARE, f.hardware)
-    engine = find("engine", "engine", ENGINES, f.engine)
+    model, machine = preset(c.policy.preset), find("hardware", "machine", HARDWARE, name=f.hardware)
+    engine = find("engine", "engine", ENGINES, name=f.engine)
     limit = float(c.rollout.max_response_tokens)
     if not limit or not c.rollout.max_prompt_tokens:
         raise InputError("rollout.max_prompt_tokens, rollout.max_response_tokens: the simulator needs numbers, not 0")
@@ -103,7 +103,7 @@ def make_parallelism(c: ConfigDict, model: Qwen3Config) -> Parallelism:
     return Parallelism(c.mesh.tensor, c.mesh.expert)
 
 
-def find(flag: str, what: str, table: Mapping[str, T], name: str) -> T:
+def find(flag: str, what: str, table: Mapping[str, T], *, name: str) -> T:
     if name not in table:
         raise InputError(f"--{flag}: no {what} '{name}'; there are {', '.join(table)}")
     return table[name]
@@ -112,9 +112,9 @@ def find(flag: str, what: str, table: Mapping[str, T], name: str) -> T:
 def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
     dtype = f.rollout_dtype
     if dtype:
-        find("rollout_dtype", "dtype", BYTES, dtype)
+        find("rollout_dtype", "dtype", BYTES, name=dtype)
     r, twin = c.rollout, c.draft.quantize if c.draft.kind == TWIN else "none"
-    return Precision(dtype or c.policy.dtype, dtype or r.cache_dtype, r.compute_dtype, r.quantize, twin=twin)
+    return Precision(dtype or c.policy.dtype, dtype or r.cache_dtype, r.compute_dtype, quantize=r.quantize, twin=twin)
 
 
 def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
@@ -177,13 +177,13 @@ def write_grid(folder: str, s: Scenario, point: Points) -> list[str]:
     k = int(point.k[0]) or DRAFTED[0]
     tokens = 1 + float(np.sum(cumulative_acceptance(point.acceptance, point.measured_at)[0, :k]))
     tables = {
-        "scale": (grid_rows(s, *scale_cells(around or [devices], LAGS, k, tokens)), ("devices", "lag")),
-        "draft": (grid_rows(s, *draft_cells(devices, int(point.lag[0]), DRAFTED, RATES)), ("kept", "k")),
+        "scale": (grid_rows(s, *scale_cells(around or [devices], LAGS, k, acceptance=tokens)), ("devices", "lag")),
+        "draft": (grid_rows(s, *draft_cells(devices, int(point.lag[0]), DRAFTED, rates=RATES)), ("kept", "k")),
     }
     lines = []
     for name, (rows, axes) in tables.items():
         path = os.path.join(folder, name)
         write_rows(path + ".csv", rows)
-        heatmaps(path + ".png", [s.hardware.name], [rows], axes)
+        heatmaps(path + ".png", [s.hardware.name], [rows], axes=axes)
         lines.append(f"{len(rows)} configurations: {path}.csv, {path}.png")
     return lines

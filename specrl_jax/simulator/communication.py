@@ -26,14 +26,14 @@ def all_reduce(size: Array, devices: Array, hardware: Hardware) -> Array:
     return 2 * all_gather(size, devices, hardware, messages=0.5)
 
 
-def all_gather(size: Array, devices: Array, hardware: Hardware, messages: float = 1.0) -> Array:
+def all_gather(size: Array, devices: Array, hardware: Hardware, *, messages: float = 1.0) -> Array:
     """Seconds to gather parts of `size` bytes in total; a reduce-scatter takes as long."""
     n = np.asarray(devices, float)
     bandwidth, latency = hardware.link(n)
     return np.where(n > 1, (n - 1) / n * size / bandwidth + messages * latency, 0.0)
 
 
-def all_to_all(size: Array, devices: Array, span: Array, hardware: Hardware) -> Array:
+def all_to_all(size: Array, devices: Array, span: Array, *, hardware: Hardware) -> Array:
     """Seconds in which each of n devices sends `size` bytes evenly to all; the outermost two are `span` apart."""
     n = np.asarray(devices, float)
     bandwidth, latency = hardware.link(span)

@@ -109,11 +109,13 @@ class DecoderCost:
         layer = (first + further * more) / Q
         kernels = np.where(more > 0, *programs.layer_kernels[::-1]) + (MIXTURE_KERNELS if c.experts else 0)
         return (
-            attention_projections(c, own * Q, s, p).of_program(layer, kernels),
-            attention(c, own, Q, context, s, p),
+            attention_projections(c, own * Q, s, p=p).of_program(layer, kernels),
+            attention(c, own, Q, context=context, split=s, p=p),
             # No mixture's program has been compiled: its activations are those of its matmuls.
             self._mlp(own * Q, B * Q).of_program(1.0 if c.experts else layer),
-            lm_head(c.embed, c.vocab, own * Q, s, p).of_program(programs.tail_activations, programs.tail_kernels),
+            lm_head(c.embed, c.vocab, own * Q, split=s, p=p).of_program(
+                programs.tail_activations, programs.tail_kernels
+            ),
         )
 
     def draft(self, B: Array, k: Array, context: Array) -> Array:
@@ -134,7 +136,9 @@ class DecoderCost:
         return seconds + launched * self.hardware.attained.draft_seconds
 
     def _drafts(self, h: Head, own: Array, k: Array, context: Array) -> list[Operation]:
-        return draft_operations(h, own, k, context, self.split, self.precision, self.hardware.programs)
+        return draft_operations(
+            h, own, k, context=context, s=self.split, p=self.precision, programs=self.hardware.programs
+        )
 
     def prefill(self, tokens: Array, length: Array) -> Array:
         """Seconds to prefill prompts of `length` tokens each, `tokens` in total, on one replica; no lm_head."""
@@ -148,13 +152,15 @@ class DecoderCost:
         """Seconds to verify texts of `length` tokens each, `tokens` in total, on one replica: a prefill with logits."""
         c, s = self.model, self.split
         rows = rank_rows(tokens, s)
-        return self.prefill(tokens, length) + self._seconds(lm_head(c.embed, c.vocab, rows, s, self.precision), rows)
+        return self.prefill(tokens, length) + self._seconds(
+            lm_head(c.embed, c.vocab, rows, split=s, p=self.precision), rows
+        )
 
     def _mlp(self, rows: Array, group_rows: Array) -> Work:
         """Work of one layer's MLP; the experts process the rows of all devices, `group_rows`."""
         c, s, p = self.model, self.split, self.precision
         if not c.experts:
-            return matmul(3 * c.embed, c.mlp / s.tensor, rows, p, p.matrix_bytes)
+            return matmul(3 * c.embed, c.mlp / s.tensor, rows, p=p, stored=p.matrix_bytes)
         share = 1 / (s.expert * s.tensor)
         expert = 3 * c.embed * c.mlp
         return Work(
@@ -170,7 +176,7 @@ class DecoderCost:
         reduces = 2 * all_reduce(size, s.tensor, self.hardware)
         if not c.experts:
             return reduces
-        return reduces + 2 * all_to_all(size * c.experts_per_token, s.expert, s.devices, self.hardware)
+        return reduces + 2 * all_to_all(size * c.experts_per_token, s.expert, s.devices, hardware=self.hardware)
 
     def _seconds(self, work: Work, rows: Array, cached: bool = True, of: Head | None = None) -> Array:
         """Seconds of an operation over `rows` rows; weights, of the head `of` or the policy, are read from a cache if

@@ -37,12 +37,12 @@ class Pace:
         return (1 - a) * low + a * high
 
 
-def make_pace(decoder: DecoderCost, drafting: Drafting, most: int, longest: float) -> Pace:
+def make_pace(decoder: DecoderCost, drafting: Drafting, most: int, *, longest: float) -> Pace:
     """Tabulate a decoder's pace up to `most` rows (at least two) of at most `longest` tokens; drafting of N = 1."""
     rows = np.unique(np.round(np.geomspace(1, max(most, 2), ROWS)))
     contexts = np.linspace(0.0, longest, CONTEXTS)
     batch, context = (x.reshape(1, -1) for x in np.meshgrid(rows, contexts, indexing="ij"))
-    _, tokens, cost = choose(decoder, batch, context, drafting)
+    _, tokens, cost = choose(decoder, batch, context, drafting=drafting)
     return Pace(rows, contexts, (cost / tokens).reshape(len(rows), CONTEXTS))
 
 
@@ -72,18 +72,19 @@ class Line(NamedTuple):
         return type(self)(*(np.where(empty, 0, x) for x in moved))
 
 
-def new_line(lengths: np.ndarray, replicas: int, step: int, group: int) -> Line:
+def new_line(lengths: np.ndarray, replicas: int, step: int, *, group: int) -> Line:
     """Deal the responses of a step, `lengths` [N] in this order, to replicas, in groups of siblings."""
     each = -(-len(lengths) // replicas)
     dealt = np.pad(lengths, (0, replicas * each - len(lengths))).reshape(replicas, each)
     groups = np.arange(replicas * each).reshape(replicas, each) % each // group
-    return Line(dealt, 0.0 * dealt, 0.0 * dealt, np.full(dealt.shape, step), groups)
+    return Line(dealt, 0.0 * dealt, 0.0 * dealt, step=np.full(dealt.shape, step), group=groups)
 
 
 def advance(
     line: Line,
     clock: np.ndarray,
     pace: Pace,
+    *,
     slots: int,
     prompt: float,
     until: float = np.inf,

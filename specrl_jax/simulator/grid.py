@@ -16,14 +16,14 @@ DRAFTED = tuple(k for k in LENGTHS if k)
 RATES = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts accepted at a position, 0.5 to 0.95
 
 
-def scale_cells(devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float) -> tuple[list[Row], Points]:
+def scale_cells(devices: Sequence[int], lags: Sequence[int], k: int, *, acceptance: float) -> tuple[list[Row], Points]:
     """Return cells over devices and lag, at one k, and their points."""
     n, lag = (x.ravel() for x in np.meshgrid(devices, lags))
     cells = [{"devices": int(a), "lag": int(b), "k": k, "acceptance": round(acceptance, 4)} for a, b in zip(n, lag)]
     return cells, points(n, k, acceptance, lag=lag)
 
 
-def draft_cells(devices: int, lag: int, drafted: Sequence[int], rates: Sequence[float]) -> tuple[list[Row], Points]:
+def draft_cells(devices: int, lag: int, drafted: Sequence[int], *, rates: Sequence[float]) -> tuple[list[Row], Points]:
     """Return cells over k and the share r of drafts accepted at each position: acceptance length 1 + r + ... + r^k."""
     k, r = (x.ravel() for x in np.meshgrid(drafted, rates))
     acceptance = (r[:, None] ** np.arange(max(drafted) + 1) * (np.arange(max(drafted) + 1) <= k[:, None])).sum(1)
@@ -44,7 +44,7 @@ def grid_rows(s: Scenario, cells: Sequence[Row], p: Points) -> list[Row]:
 def _columns(s: Scenario, p: Points, found: Comparison) -> Row:
     """Return the computed columns of one point, N = 1."""
     plain, fast = found.plain, found.speculative
-    rollout, end_to_end, *_ = sample_speedups(s, p, found, DRAWS).intervals()
+    rollout, end_to_end, *_ = sample_speedups(s, p, found, draws=DRAWS).intervals()
     return {
         "rollout_speedup": round(float(found.rollout[0]), 4),
         "rollout_low": round(rollout[0], 4),

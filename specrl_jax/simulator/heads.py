@@ -22,13 +22,13 @@ def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
     return eagle3_config(model, draft_vocab or model.vocab)
 
 
-def priced_head(kind: str, model: Qwen3Config, draft_vocab: int, slots: int, layers: int) -> Head:
+def priced_head(kind: str, model: Qwen3Config, draft_vocab: int, *, slots: int, layers: int) -> Head:
     """Return what a draft with weights is priced as: a new draft of one pass of its sizes, or an EAGLE-3 head."""
     if kind == "peagle":
         return peagle_config(model, layers, draft_vocab or model.vocab)
     if kind not in ONE_PASS:
         return head_config(model, draft_vocab)
-    return block_config(model, slots, layers, draft_vocab or model.vocab, markov=kind == "dspark")
+    return block_config(model, slots, layers, draft_vocab=draft_vocab or model.vocab, markov=kind == "dspark")
 
 
 # ---- operations
@@ -44,27 +44,27 @@ class Operation(NamedTuple):
 
 
 def draft_operations(
-    h: Head, own: Array, k: Array, context: Array, s: Parallelism, p: Precision, programs: Programs
+    h: Head, own: Array, k: Array, *, context: Array, s: Parallelism, p: Precision, programs: Programs
 ) -> list[Operation]:
     """Return the operations of k drafts of `own` sequences of one device."""
     times, drafts = programs.draft_activations, k > 0
     if isinstance(h, PEagleConfig):
         return _peagle_operations(h, own, k, context, s, p, programs)
-    pairs = feature_pairs(h, own * (k + 1), s, p).of_program(times, programs.pair_kernels)
+    pairs = feature_pairs(h, own * (k + 1), s, p=p).of_program(times, programs.pair_kernels)
     read = Operation(pairs, own * (k + 1), drafts)
     if not isinstance(h, BlockConfig):
-        projections = head_projections(h, own, s, p).of_program(times, programs.draft_kernels)
-        last = lm_head(h.embed, h.draft_vocab, own, s, p).of_program(times)
-        attended = Operation(attention(h, own, 1, context, s, p), own, k, cached=False)
+        projections = head_projections(h, own, s, p=p).of_program(times, programs.draft_kernels)
+        last = lm_head(h.embed, h.draft_vocab, own, split=s, p=p).of_program(times)
+        attended = Operation(attention(h, own, 1, context=context, split=s, p=p), own, k, cached=False)
         return [read, Operation(projections, own, k), attended, Operation(last, own, k)]
     rows, layers = own * h.slots, drafts * h.layers
-    projections = layer_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
-    attended = Operation(attention(h, own, h.slots, context, s, p), own, layers, cached=False)
-    last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), s, p).of_program(times)
+    projections = layer_projections(h, rows, s, p=p).of_program(times, programs.draft_kernels)
+    attended = Operation(attention(h, own, h.slots, context=context, split=s, p=p), own, layers, cached=False)
+    last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), split=s, p=p).of_program(times)
     found = [read, Operation(projections, rows, layers), attended, Operation(last, own * k, drafts)]
     if h.markov_rank:
         # A drafted token's bias of every logit, and the draw of the next, one after the other.
-        markov = lm_head(h.markov_rank, h.draft_vocab, own, s, p).of_program(times, programs.tail_kernels)
+        markov = lm_head(h.markov_rank, h.draft_vocab, own, split=s, p=p).of_program(times, programs.tail_kernels)
         found.append(Operation(markov, own, k))
     return found
 
@@ -73,11 +73,13 @@ def _peagle_operations(
     h: PEagleConfig, own: Array, k: Array, context: Array, s: Parallelism, p: Precision, programs: Programs
 ) -> list[Operation]:
     times, drafts, rows = programs.draft_activations, k > 0, own * pass_positions(h, k)
-    features = matmul(len(h.aux_layers) * h.embed, h.embed / s.tensor, own * (k + 1), p)
-    first = head_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
-    further = layer_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
-    attended = Operation(attention(h, own, pass_positions(h, k), context, s, p), own, drafts * h.layers, cached=False)
-    last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), s, p).of_program(times)
+    features = matmul(len(h.aux_layers) * h.embed, h.embed / s.tensor, own * (k + 1), p=p)
+    first = head_projections(h, rows, s, p=p).of_program(times, programs.draft_kernels)
+    further = layer_projections(h, rows, s, p=p).of_program(times, programs.draft_kernels)
+    attended = Operation(
+        attention(h, own, pass_positions(h, k), context=context, split=s, p=p), own, drafts * h.layers, cached=False
+    )
+    last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), split=s, p=p).of_program(times)
     return [
         Operation(features.of_program(times, programs.pair_kernels), own * (k + 1), drafts),
         Operation(first, rows, drafts),
@@ -87,26 +89,26 @@ def _peagle_operations(
     ]
 
 
-def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
+def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, *, p: Precision) -> Work:
     """Work of one application: q, o, the MLP, and k and v of its own feature-token pair."""
     outer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
-    return matmul(h.embed, outer / split.tensor, rows, p)
+    return matmul(h.embed, outer / split.tensor, rows, p=p)
 
 
-def layer_projections(h: BlockConfig | PEagleConfig, rows: Array, split: Parallelism, p: Precision) -> Work:
+def layer_projections(h: BlockConfig | PEagleConfig, rows: Array, split: Parallelism, *, p: Precision) -> Work:
     """Work of one layer over slots: q, k, v, o and the MLP; P-EAGLE's first layer is EAGLE-3's instead."""
     outer = (2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp
-    return matmul(h.embed, outer / split.tensor, rows, p)
+    return matmul(h.embed, outer / split.tensor, rows, p=p)
 
 
-def feature_pairs(h: Head, rows: Array, split: Parallelism, p: Precision) -> Work:
+def feature_pairs(h: Head, rows: Array, split: Parallelism, *, p: Precision) -> Work:
     """Work of `fc` over the features, and of their keys and values, for `rows` positions.
 
     An EAGLE-3 head's are those of a pair with a token; a block drafter has some of each layer.
     """
     kept = 2 * h.layers if isinstance(h, BlockConfig) else 4
     outer = len(h.aux_layers) * h.embed + kept * h.kv_heads * h.head_dim
-    return matmul(h.embed, outer / split.tensor, rows, p)
+    return matmul(h.embed, outer / split.tensor, rows, p=p)
 
 
 def pass_positions(h: BlockConfig | PEagleConfig, k: Array) -> Array:

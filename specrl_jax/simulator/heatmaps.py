@@ -31,6 +31,7 @@ def heatmaps(
     path: str,
     titles: Sequence[str],
     tables: Sequence[list[Row]],
+    *,
     axes: tuple[str, str],
     marks: Marks | None = None,
 ) -> None:

@@ -63,7 +63,7 @@ class LogNormalLengths:
         return float(np.exp(location + s * s / 2) * ndtr(edge - s) + self.limit * ndtr(-edge))
 
 
-def sample(lengths: ResponseLengths, count: int, of: int, jitter: float = 0.0, seed: int = 0) -> np.ndarray:
+def sample(lengths: ResponseLengths, count: int, of: int, *, jitter: float = 0.0, seed: int = 0) -> np.ndarray:
     """Return [count] lengths of one replica's responses, out of `of` in the whole batch, in the order they start.
 
     Evenly spaced quantiles in random order; the longest is the longest of all `of`, since the phase ends with it.

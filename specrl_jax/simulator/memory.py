@@ -33,7 +33,7 @@ class DeviceBytes(NamedTuple):
 
 
 def estimate_bytes(
-    w: Workload, decoder: DecoderCost, learner: LearnerCost, learner_devices: Array, rollout_devices: Array
+    w: Workload, decoder: DecoderCost, learner: LearnerCost, *, learner_devices: Array, rollout_devices: Array
 ) -> DeviceBytes:
     """Estimate the memory of a learner that shards its state over all its devices and a rollout with one copy of the
     weights a replica.
@@ -67,7 +67,7 @@ def kept_numbers(c: Qwen3Config, remat: str) -> int:
 
 
 def sequences_at_once(
-    sizes: DeviceBytes, w: Workload, decoder: DecoderCost, memory_bytes: float, disaggregated: Array, replicas: Array
+    sizes: DeviceBytes, w: Workload, decoder: DecoderCost, *, memory_bytes: float, disaggregated: Array, replicas: Array
 ) -> np.ndarray:
     """Return how many sequences of one replica run at once: as many as its pages hold, at most its slots; at least one.
 

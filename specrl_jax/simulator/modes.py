@@ -38,7 +38,7 @@ class Parts(NamedTuple):
     verifying: np.ndarray  # v, share of G that verifying all its rollouts takes
 
 
-def simulate_update(s: Scenario, p: Points, update: Update, disagreement: float = 0.0) -> StepAverages:
+def simulate_update(s: Scenario, p: Points, update: Update, *, disagreement: float = 0.0) -> StepAverages:
     """Simulate the steps of one point, N = 1, its devices divided as they are.
 
     A replica has slots for its part of one step's rollouts or, where that is shorter, for all that may have begun; at
@@ -52,30 +52,41 @@ def simulate_update(s: Scenario, p: Points, update: Update, disagreement: float 
     found = []
     begun = 1 + update.ahead * update.fills + update.carry
     for slots in {min(held, each), min(held, int(each * begun))}:
-        pace = make_pace(s.decoder, drafting, slots, w.prompt + w.lengths.limit)
-        found.append(simulate(w, s.decoder, pace, replicas, slots, update, outside, disagreement))
+        pace = make_pace(s.decoder, drafting, slots, longest=w.prompt + w.lengths.limit)
+        found.append(
+            simulate(
+                w,
+                s.decoder,
+                pace,
+                replicas=replicas,
+                slots=slots,
+                update=update,
+                outside=outside,
+                disagreement=disagreement,
+            )
+        )
     return min(found)
 
 
-def divided(s: Scenario, p: Points, update: Update, disagreement: float = 0.0) -> Points:
+def divided(s: Scenario, p: Points, update: Update, *, disagreement: float = 0.0) -> Points:
     """Return a point, N = 1, with its devices divided, if for two sides, for the shortest step by the formula."""
     if not update.beside:
         return p._replace(rollout_devices=p.devices)
     tried = np.unique(whole_splits(s, p))
     q = p.repeat(len(tried))._replace(rollout_devices=tried)
     # As in best_split: one that does not fit is chosen only where none does.
-    seconds = np.where(_alone(s, q).fits, 1.0, 1e6) * formula(s, q, update, disagreement)
+    seconds = np.where(_alone(s, q).fits, 1.0, 1e6) * formula(s, q, update, disagreement=disagreement)
     return p._replace(rollout_devices=tried[[np.argmin(seconds)]])
 
 
-def formula(s: Scenario, p: Points, update: Update, disagreement: float) -> np.ndarray:
+def formula(s: Scenario, p: Points, update: Update, *, disagreement: float) -> np.ndarray:
     """Return [N] seconds of a step by the formula; without `exact` nothing is verified or lost."""
     parts = split_parts(s, p)
     if not update.exact:
-        return exact_seconds(parts.generate, parts.learn, 0.0, 0.0)
+        return exact_seconds(parts.generate, parts.learn, 0.0, rest=0.0)
     w = s.workload
     lengths = w.lengths.quantile((np.arange(w.rollouts) + 0.5) / w.rollouts)
-    return exact_seconds(parts.generate, parts.learn, parts.verifying, expected_rest(lengths, disagreement))
+    return exact_seconds(parts.generate, parts.learn, parts.verifying, rest=expected_rest(lengths, disagreement))
 
 
 def split_parts(s: Scenario, p: Points) -> Parts:

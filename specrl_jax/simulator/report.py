@@ -34,7 +34,7 @@ RESOURCES: dict[str, dict[str, float]] = {
 }
 
 
-def report(s: Scenario, p: Points, optimize_split: bool, disagreement: float | None) -> list[str]:
+def report(s: Scenario, p: Points, optimize_split: bool, *, disagreement: float | None) -> list[str]:
     """Return lines about one point, N = 1; `optimize_split` as in `compare`, `disagreement` as in `_updates`."""
     found = compare(s, p, optimize_split)
     fast = p._replace(rollout_devices=found.rollout_devices)
@@ -74,7 +74,7 @@ def _thinning(found: Comparison) -> str:
 
 def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
     """Return speedups with 90 % intervals over sampled assumptions, with the devices divided as they are."""
-    rollout, end_to_end, shares, plain, fast = sample_speedups(s, p, found, DRAWS).intervals()
+    rollout, end_to_end, shares, plain, fast = sample_speedups(s, p, found, draws=DRAWS).intervals()
     share = float(found.plain.phases.share()[0])
     kept = cumulative_acceptance(p.acceptance, p.measured_at)[0, : p.k[0]]
     return [
@@ -150,8 +150,8 @@ def _updates(s: Scenario, p: Points, disagreement: float) -> list[str]:
     lines = [f"ways to update, {disagreement:g} disagreements a token and version", f"{'':<24}{head}"]
     base = simulate_update(s, divided(s, p, MODES["synchronous"]), MODES["synchronous"]).seconds
     for name, update in MODES.items():
-        q = divided(s, p, update, disagreement)
-        found = simulate_update(s, q, update, disagreement)
+        q = divided(s, p, update, disagreement=disagreement)
+        found = simulate_update(s, q, update, disagreement=disagreement)
         shares = f"{found.kept:>7.2f}{found.rest:>7.2f}{found.stale:>7.2f}{q.rollout_devices[0]:>17.0f}"
         lines.append(f"  {name:<22}{found.seconds:>9.2f}{base / found.seconds:>8.2f}x{shares}")
     return lines

@@ -98,7 +98,7 @@ class Steady(NamedTuple):
 # ---- schedule
 
 
-def profile(lengths: np.ndarray, slots: int, prompt: float, schedule: EngineSchedule, tokens: float) -> BatchProfile:
+def profile(lengths: np.ndarray, slots: int, prompt: float, *, schedule: EngineSchedule, tokens: float) -> BatchProfile:
     """Simulate one replica's responses of `lengths` [R], started in this order in `slots` slots; N = 1.
 
     Args:
@@ -158,6 +158,7 @@ def replica_profile(
     lengths: ResponseLengths,
     count: int,
     of: int,
+    *,
     slots: int,
     prompt: float,
     schedule: EngineSchedule,
@@ -165,7 +166,7 @@ def replica_profile(
     jitter: float,
 ) -> BatchProfile:
     """Return the profile of `count` of a step's `of` responses. Cached, since configurations share profiles."""
-    return profile(sample(lengths, count, of, jitter), slots, prompt, schedule, tokens)
+    return profile(sample(lengths, count, of, jitter=jitter), slots, prompt, schedule=schedule, tokens=tokens)
 
 
 # ---- acceptance
@@ -197,7 +198,7 @@ def cumulative_acceptance(acceptance: Array, k: Array) -> np.ndarray:
 
 def run(decoder: DecoderCost, p: BatchProfile, drafting: Drafting) -> Rollout:
     """Return the cost of one batch by itself, from its first token to its last."""
-    k, tokens, cost = choose(decoder, p.batch, p.context, drafting)
+    k, tokens, cost = choose(decoder, p.batch, p.context, drafting=drafting)
     iterations = p.tokens / tokens
     host = p.refills * decoder.hardware.attained.chunk_seconds
     seconds = (iterations * cost).sum(-1, keepdims=True) + host
@@ -211,6 +212,7 @@ def run_steady(
     decoder: DecoderCost,
     lengths: ResponseLengths,
     prompt: float,
+    *,
     each: np.ndarray,
     most: np.ndarray,
     drafting: Drafting,
@@ -221,13 +223,13 @@ def run_steady(
     mean = drawn.mean()
     context = np.array([[prompt + (drawn**2).mean() / mean / 2]])
     sequences = np.exp(np.linspace(0.0, 1.0, ADMISSIONS) * np.log(np.maximum(most, 1.0)))
-    _, tokens, cost = choose(decoder, sequences, context, drafting)
+    _, tokens, cost = choose(decoder, sequences, context, drafting=drafting)
     longest = lengths.quantile(1 - 0.5 / np.maximum(each, 1.0))
     return Steady(each * mean / tokens / sequences * cost, longest / tokens * cost)
 
 
 def choose(
-    decoder: DecoderCost, batch: np.ndarray, context: np.ndarray, drafting: Drafting
+    decoder: DecoderCost, batch: np.ndarray, context: np.ndarray, *, drafting: Drafting
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (k, committed tokens, seconds) of an iteration, [N, G] each."""
     adaptive = drafting.k[..., 0] < 0

@@ -61,7 +61,7 @@ class Scenario:
 
     @property
     def learner(self) -> LearnerCost:
-        return LearnerCost(self.model, self.head, self.hardware, self.learner_split, self.learner_dtype)
+        return LearnerCost(self.model, self.head, self.hardware, split=self.learner_split, dtype=self.learner_dtype)
 
     def on(self, hardware: Hardware) -> "Scenario":
         """Return the scenario on another machine."""
@@ -164,10 +164,17 @@ def compare(s: Scenario, p: Points, optimize_split: bool = True) -> Comparison:
     on, off = (best_split(s, p), best_split(s, plain)) if optimize_split else (p.rollout_devices, p.rollout_devices)
     slow, fast = predict(s, plain._replace(rollout_devices=off)), predict(s, p._replace(rollout_devices=on))
     same = predict(s, plain._replace(rollout_devices=on)).phases.generate
-    return Comparison(slow, fast, same / fast.phases.generate, slow.step.total / fast.step.total, off, on)
+    return Comparison(
+        slow,
+        fast,
+        same / fast.phases.generate,
+        end_to_end=slow.step.total / fast.step.total,
+        plain_rollout_devices=off,
+        rollout_devices=on,
+    )
 
 
-def sample_speedups(s: Scenario, p: Points, found: Comparison, draws: int) -> SpeedupSamples:
+def sample_speedups(s: Scenario, p: Points, found: Comparison, *, draws: int) -> SpeedupSamples:
     """Evaluate one point, N = 1, on `draws` machines (Hardware.sampled), its devices divided as in `found`."""
     sampled = s.on(s.hardware.sampled(draws))
     fast = p._replace(rollout_devices=found.rollout_devices).repeat(draws)
@@ -199,14 +206,25 @@ def whole_splits(s: Scenario, p: Points) -> np.ndarray:
 
 def device_bytes(s: Scenario, p: Points) -> DeviceBytes:
     """Estimate the memory of the points, [N, 1] each."""
-    column = p.learner_devices[:, None], np.asarray(p.rollout_devices, float)[:, None]
-    return estimate_bytes(s.workload, s.decoder, s.learner, *column)
+    return estimate_bytes(
+        s.workload,
+        s.decoder,
+        s.learner,
+        learner_devices=p.learner_devices[:, None],
+        rollout_devices=np.asarray(p.rollout_devices, float)[:, None],
+    )
 
 
 def at_once(s: Scenario, p: Points) -> np.ndarray:
     """Return how many sequences of a replica run at once, [N, 1]."""
-    memory = s.hardware.memory_bytes, p.disaggregated[:, None]
-    return sequences_at_once(device_bytes(s, p), s.workload, s.decoder, *memory, _replicas(s, p))
+    return sequences_at_once(
+        device_bytes(s, p),
+        s.workload,
+        s.decoder,
+        memory_bytes=s.hardware.memory_bytes,
+        disaggregated=p.disaggregated[:, None],
+        replicas=_replicas(s, p),
+    )
 
 
 def _replicas(s: Scenario, p: Points) -> np.ndarray:
@@ -217,19 +235,19 @@ def _predict(s: Scenario, p: Points) -> Prediction:
     column = Points(*(np.asarray(x, float)[:, None] for x in p))
     drafting = Drafting(column.k, cumulative_acceptance(column.acceptance, column.measured_at))
     sizes, memory = device_bytes(s, p), (s.hardware.memory_bytes, p.disaggregated[:, None])
-    rollout, steady = generation(s, _replicas(s, p), at_once(s, p), column.lag, drafting)
+    rollout, steady = generation(s, _replicas(s, p), at_once(s, p), lag=column.lag, drafting=drafting)
     a, learner, w, learners = s.hardware.attained, s.learner, s.workload, column.learner_devices
     prepare = learner.prepare(learners, s.rollout_split, s.precision)
     values = (a.data_seconds, prepare, rollout.seconds, learner.logprob(w, learners), learner.train(w, learners))
     phases = PhaseSeconds(*np.broadcast_arrays(*values))
-    step = asynchronous(phases, steady, column.lag, s.in_flight, a.contention)
-    found = Prediction(step, phases, rollout, steady, sizes.fits(*memory))
+    step = asynchronous(phases, steady, column.lag, in_flight=s.in_flight, contention=a.contention)
+    found = Prediction(step, phases, rollout, steady=steady, fits=sizes.fits(*memory))
     # [N, 1] to [N]; [N, ADMISSIONS] stays.
     return jax.tree.map(lambda x: x[:, 0] if x.shape[-1] == 1 else x, found)
 
 
 def generation(
-    s: Scenario, replicas: np.ndarray, slots: np.ndarray, lag: np.ndarray, drafting: Drafting
+    s: Scenario, replicas: np.ndarray, slots: np.ndarray, *, lag: np.ndarray, drafting: Drafting
 ) -> tuple[Rollout, Steady]:
     """Return one batch by itself, and batches without a gap, in `slots` [N, 1] of a replica."""
     w, decoder = s.workload, s.decoder
@@ -240,13 +258,22 @@ def generation(
     jitter = np.broadcast_to(JITTER_STEP * np.round(drafting.jitter(w.lengths.mean) / JITTER_STEP), each.shape)
     rows = zip(each[:, 0], np.minimum(slots, each)[:, 0], np.broadcast_to(tokens, each.shape)[:, 0], jitter[:, 0])
     profiles = [
-        replica_profile(w.lengths, int(n), w.rollouts, int(b), w.prompt, s.schedule, float(t), float(j))
+        replica_profile(
+            w.lengths,
+            int(n),
+            w.rollouts,
+            slots=int(b),
+            prompt=w.prompt,
+            schedule=s.schedule,
+            tokens=float(t),
+            jitter=float(j),
+        )
         for n, b, t, j in rows
     ]
     rollout = run(decoder, BatchProfile(*map(np.concatenate, zip(*profiles))), drafting)
     # While the learner has one batch, parts of lag + 1 batches are in progress, including the one it waits for.
     most = np.minimum(slots, each * (np.asarray(lag) + 1))
-    steady = run_steady(decoder, w.lengths, w.prompt, each, most, drafting)
+    steady = run_steady(decoder, w.lengths, w.prompt, each=each, most=most, drafting=drafting)
     # A prompt is prefilled once for its group.
     prefill = decoder.prefill(each / w.group * w.prompt, w.prompt)
     return (

@@ -54,7 +54,7 @@ def synchronous(phases: PhaseSeconds) -> StepSeconds:
 
 
 def asynchronous(
-    phases: PhaseSeconds, steady: Steady, lag: Array, in_flight: bool = False, contention: Array = 0.0
+    phases: PhaseSeconds, steady: Steady, lag: Array, *, in_flight: bool = False, contention: Array = 0.0
 ) -> StepSeconds:
     """Return the step with generation and learner on separate devices; lag 0 is `synchronous` on the two sets.
 

@@ -12,6 +12,7 @@ same chance, independently of all others; all texts are verified in large chunks
 which nothing is drawn; prompts are prefilled before decoding; devices for rollouts and for learning share nothing.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,7 @@ def simulate(
     w: Workload,
     decoder: DecoderCost,
     pace: Pace,
+    *,
     replicas: int,
     slots: int,
     update: Update,
@@ -76,7 +78,7 @@ def simulate(
     spread = w.lengths.quantile((np.arange(w.rollouts) + 0.5) / w.rollouts)
 
     def starting(step: int) -> Line:
-        return new_line(rng.permutation(spread), replicas, step, w.group)
+        return new_line(rng.permutation(spread), replicas, step, group=w.group)
 
     line = starting(0)
     for step in range(1, update.ahead + 1):
@@ -95,13 +97,13 @@ def simulate(
         elif update.carry:
             # Keys and values of what is under way are computed again by the new weights.
             verifying = _verifying(decoder, line.only(line.unfinished), w)
-        wanted, shared = line.step <= step, (pace, slots, w.prompt)
+        wanted, drawing = line.step <= step, functools.partial(advance, pace=pace, slots=slots, prompt=w.prompt)
         runs = None if update.fills else wanted
-        line, clock = advance(line, clock + verifying, *shared, wanted=wanted, runs=runs, left=update.carry * each)
+        line, clock = drawing(line, clock + verifying, wanted=wanted, runs=runs, left=update.carry * each)
         drawn = float(clock.max())
-        line, _ = advance(line, clock, *shared, until=drawn, runs=runs)  # others wait for the slowest
+        line, _ = drawing(line, clock, until=drawn, runs=runs)  # others wait for the slowest
         if update.beside:
-            line, _ = advance(line, np.full(replicas, drawn), *shared, until=drawn + outside.learn)
+            line, _ = drawing(line, np.full(replicas, drawn), until=drawn + outside.learn)
         learned = _complete(line) & wanted
         begun, longest = began.drawn.sum(), line.length.max()
         found.append(
@@ -109,9 +111,9 @@ def simulate(
                 drawn + outside.learn - now,
                 drawn - now,
                 float(verifying.max()),
-                float(kept.sum() / begun) if begun else 1.0,
-                float((began.drawn - kept).max() / longest),
-                float(line.stale[learned].sum() / max(line.length[learned].sum(), 1.0)),
+                kept=float(kept.sum() / begun) if begun else 1.0,
+                rest=float((began.drawn - kept).max() / longest),
+                stale=float(line.stale[learned].sum() / max(line.length[learned].sum(), 1.0)),
             )
         )
         now = drawn + outside.learn
@@ -145,7 +147,7 @@ def _complete(line: Line) -> np.ndarray:
 # ---- the formula
 
 
-def exact_seconds(generate: Array, learn: Array, verifying: Array, rest: Array) -> np.ndarray:
+def exact_seconds(generate: Array, learn: Array, verifying: Array, *, rest: Array) -> np.ndarray:
     """Return the seconds of an `exact` step on separate devices: max(G, L) + (v + rho) min(G, L).
 
     Args:

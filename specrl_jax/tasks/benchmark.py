@@ -34,7 +34,7 @@ def run(config: Config, workdir: str) -> None:
     with open_inputs(config, workdir, rewards=False) as inputs:
         learner, rollout = inputs.build(compiled_lengths(inputs.config))
         open_workdir(workdir, dataclasses.asdict(inputs.config))
-        print_benchmark(benchmark(learner, rollout, inputs.problems, workdir, stop_on_signal()))
+        print_benchmark(benchmark(learner, rollout, inputs.problems, workdir=workdir, stop=stop_on_signal()))
 
 
 def compared_lengths(config: Config) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def compiled_lengths(config: Config) -> tuple[int, ...]:
 
 
 def benchmark(
-    learner: Learner, rollout: Rollout, problems: Problems, workdir: str, stop: threading.Event
+    learner: Learner, rollout: Rollout, problems: Problems, *, workdir: str, stop: threading.Event
 ) -> list[dict[str, float]]:
     """Time every side on the same training prompts, in random order, for benchmark.rounds rounds of a step's rollouts.
 
@@ -78,7 +78,7 @@ def benchmark(
             for name in order.permutation(timed_sides):
                 engine, lengths = sides[name]
                 seeded = work._replace(seed=work.seed + i + warmup)
-                found[name] = timed(engine, weights, seeded, lengths, display.update_phase)
+                found[name] = timed(engine, weights, seeded, lengths=lengths, on_progress=display.update_phase)
             if i > 0:
                 rows.append({"step": i} | round_metrics({name: found[name] for name in sides}))
                 writer.write(rows[-1])

@@ -83,6 +83,7 @@ def fill_store(
     learner: Learner,
     rollout: Rollout,
     problems: Problems,
+    *,
     params: Params,
     weights: Weights,
     store: FeatureStore,
@@ -115,7 +116,7 @@ def fill_store(
             tokens = np.pad(tokens, ((0, 0), (0, T)), constant_values=pad_id)[:, :T]
             environment = np.pad(environment, ((0, 0), (0, T)))[:, :T]
             middle = time.perf_counter()
-            read = _read(learner, params, rows_of(tokens, prompt_length, length, pad_id))
+            read = _read(learner, params, rows_of(tokens, prompt_length, length, pad_id=pad_id))
             row = FeatureRow(tokens, prompt_length, length, environment, *read)
             # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
             store.add(FeatureRow(*[x[kept:end] for x in row]))
@@ -150,7 +151,9 @@ def _responses(
         def generate(drawn: list[Problem] = drawn, first_id: int = first_id) -> Texts:
             prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
             engine, noise = rollout.plain_engine, rollout.config.seed + ANSWERS_SEED_OFFSET
-            found = engine.generate(weights, prompts, grpo.group_size, noise, first_id, display.update_phase)
+            found = engine.generate(
+                weights, prompts, grpo.group_size, seed=noise, first_id=first_id, on_progress=display.update_phase
+            )
             return found.tokens, found.prompt_length, found.length, found.environment
 
         yield generate
@@ -200,8 +203,8 @@ def _text(row: Row, data: DataConfig, tokenizer: Tokenizer) -> tuple[Text, bool]
     # responses.
     if isinstance(read := row.content.get(data.prompt_key), str):
         row = row._replace(content=row.content | {data.prompt_key: read_recorded(read, row.content, row.where)})
-    problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer)
-    special = holds_special(row.where, problem.answer, tokenizer, data.special_tokens)
+    problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer=tokenizer)
+    special = holds_special(row.where, problem.answer, tokenizer, special_tokens=data.special_tokens)
     prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
     return Text(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
@@ -248,10 +251,10 @@ def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[list
     def collate(texts: Sequence[FeatureRow]) -> tuple[Features, Rows]:
         text = FeatureRow(*map(np.stack, zip(*texts)))
         places = pack_alike(text.length, packing, packing.lone_row_tokens(packing.limit))
-        aux, hidden, normaliser = (packed(x, places, text.length, 0) for x in text[4:])
+        aux, hidden, normaliser = (packed(x, places, text.length, empty=0) for x in text[4:])
         features = Features(stand_in(aux) if aux.shape[2] else None, stand_in(hidden), stand_in(normaliser))
-        rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id, text.environment)
-        return features, packed_rows(rows, places, text.length, pad_id)
+        rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id=pad_id, environment=text.environment)
+        return features, packed_rows(rows, places, text.length, pad_id=pad_id)
 
     # The store may hold more.
     dataset = grain.MapDataset.source(store)[: config.pretrain.rollouts].seed(config.seed).shuffle().repeat()

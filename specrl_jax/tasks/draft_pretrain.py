@@ -52,11 +52,13 @@ def run(config: Config, workdir: str) -> None:
             )
         open_output("pretrain.output", output)
         open_workdir(workdir, dataclasses.asdict(inputs.config))
-        draft_pretrain(learner, rollout, inputs.problems, initial_state(learner), workdir, stop_on_signal())
+        draft_pretrain(
+            learner, rollout, inputs.problems, state=initial_state(learner), workdir=workdir, stop=stop_on_signal()
+        )
 
 
 def draft_pretrain(
-    learner: Learner, rollout: Rollout, problems: Problems, state: RunState, workdir: str, stop: threading.Event
+    learner: Learner, rollout: Rollout, problems: Problems, *, state: RunState, workdir: str, stop: threading.Event
 ) -> list[Row]:
     """Train the draft of `state` for at most `steps` updates on the features of `pretrain.rollouts` texts.
 
@@ -81,19 +83,23 @@ def draft_pretrain(
         learner.programs.on_program = display.say_learner_program
         rollout.announce(display.say_engine_program, display.say_begun)
         store = open_store(learner, config.pretrain.features or os.path.join(workdir, "features"), weights)
-        seconds = fill_store(learner, rollout, problems, state.policy.params, weights, store, display)
+        seconds = fill_store(
+            learner, rollout, problems, params=state.policy.params, weights=weights, store=store, display=display
+        )
         if not config.draft.path and plan.draft.vocab < plan.model.vocab:
             state = choose_vocabulary(plan, state, store)
         data = batches(learner, rollout.tokenizer.pad_id, store)
-        log, best, trained = train_draft(learner, rollout, problems, state, data, display)
+        log, best, trained = train_draft(learner, rollout, problems, state=state, data=data, display=display)
         stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), best)
         assert state.draft is not None
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, params=stored))
-        plan.draft.save(output, stored, state.vocab_map, plan.model, dtype, config.policy.path)
+        plan.draft.save(output, stored, state.vocab_map, target=plan.model, dtype=dtype, target_path=config.policy.path)
         write_log(log, workdir, output)
         says.enter_context(stopped_as(f"the draft is in {output}; the measurement of its weights as stored is missing"))
-        row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state, display)
-        log.append(row | cost_metrics(learner, rollout, problems, state, seconds | trained, display))
+        row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state=state, display=display)
+        log.append(
+            row | cost_metrics(learner, rollout, problems, state=state, seconds=seconds | trained, display=display)
+        )
         display.finish_step(int(row["step"]), f"acceptance {row[LENGTH]:.2f} of {config.draft.length + 1}")
     write_log(log, workdir, output)
     return log
@@ -104,13 +110,14 @@ def choose_vocabulary(plan: Plan, state: RunState, store: FeatureStore) -> RunSt
     assert plan.draft is not None
     texts = store.tokens()[: plan.config.pretrain.rollouts]
     counts = np.bincount(np.concatenate(texts), minlength=plan.model.vocab)
-    return change_vocabulary(state, most_frequent(counts, plan.draft.vocab), plan.draft, plan.model)
+    return change_vocabulary(state, most_frequent(counts, plan.draft.vocab), plan.draft, model=plan.model)
 
 
 def train_draft(
     learner: Learner,
     rollout: Rollout,
     problems: Problems,
+    *,
     state: RunState,
     data: Iterator[list[tuple[Features, Rows]]],
     display: Display,
@@ -120,7 +127,7 @@ def train_draft(
     assert learner.draft_step is not None
     tables = learner.read_tables(state.policy.params, state.vocab_map)
     draft = jax.tree.map(jnp.copy, state.draft)
-    log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state, display)]
+    log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state=state, display=display)]
     best, worse = jax.device_get(draft.params), 0
     # Never select a random initialisation.
     best_length = log[0][LENGTH] if config.draft.path else 0.0
@@ -138,7 +145,7 @@ def train_draft(
         seconds["train"] += time.perf_counter() - start
         start = time.perf_counter()
         trained = dataclasses.replace(state, draft=draft)
-        log[-1] |= held_out_acceptance(learner, rollout, problems, trained, display)
+        log[-1] |= held_out_acceptance(learner, rollout, problems, state=trained, display=display)
         seconds["evaluate"] += time.perf_counter() - start
         start = time.perf_counter()
         length = log[-1][LENGTH]
@@ -153,12 +160,12 @@ def train_draft(
 
 
 def held_out_acceptance(
-    learner: Learner, rollout: Rollout, problems: Problems, state: RunState, display: Display
+    learner: Learner, rollout: Rollout, problems: Problems, *, state: RunState, display: Display
 ) -> Row:
     """Return spec/* of one response to each validation problem, at the full draft length."""
     weights, _ = prepare(learner, rollout, state)
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems.evaluation]
-    rollouts = rollout.engine.generate(weights, prompts, 1, rollout.config.seed, on_progress=display.update_phase)
+    rollouts = rollout.engine.generate(weights, prompts, 1, seed=rollout.config.seed, on_progress=display.update_phase)
     return speculation_metrics(rollouts)
 
 
@@ -166,6 +173,7 @@ def cost_metrics(
     learner: Learner,
     rollout: Rollout,
     problems: Problems,
+    *,
     state: RunState,
     seconds: dict[str, float],
     display: Display,
@@ -180,7 +188,9 @@ def cost_metrics(
         return row
     weights, _ = prepare(learner, rollout, state)
     work, on_progress = step_workload(rollout, problems.evaluation), display.update_phase
-    ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, on_progress=on_progress)
+    ratios = measure_speedup(
+        rollout.engine, rollout.plain_engine, weights, work=work, rounds=rounds, on_progress=on_progress
+    )
     if len(ratios) < 2:
         return row
     speedup, _, _ = mean_ratio(ratios)

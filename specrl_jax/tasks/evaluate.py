@@ -31,11 +31,11 @@ def run(config: Config, workdir: str) -> None:
         assert inputs.scorer is not None  # it was asked for
         learner, rollout = inputs.build()
         open_workdir(workdir, dataclasses.asdict(inputs.config))
-        evaluate_policy(learner, rollout, inputs.problems, inputs.scorer, workdir, stop_on_signal())
+        evaluate_policy(learner, rollout, inputs.problems, scorer=inputs.scorer, workdir=workdir, stop=stop_on_signal())
 
 
 def evaluate_policy(
-    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
+    learner: Learner, rollout: Rollout, problems: Problems, *, scorer: Scorer, workdir: str, stop: threading.Event
 ) -> None:
     """Score the initial policy on the validation sets, into evaluation.json and generations.jsonl.
 
@@ -43,7 +43,15 @@ def evaluate_policy(
     """
     e, weights = learner.plan.config.eval, initial_weights(learner, rollout)
     on_progress = raise_once_set(stop)
-    result = evaluate(rollout, rollout.eval_engine, weights, problems.evaluation, e.samples, scorer, on_progress)
+    result = evaluate(
+        rollout,
+        rollout.eval_engine,
+        weights,
+        problems=problems.evaluation,
+        samples=e.samples,
+        scorer=scorer,
+        on_progress=on_progress,
+    )
     summary = result.metrics(problems.validation) | {
         "problems": len(result.problems),
         "samples": e.samples,

@@ -76,11 +76,11 @@ def export(learner: Learner, workdir: str) -> list[str]:
         policy = merged(learner.forward.merge(policy, initial_params(learner)))
     tokenizer = config.data.tokenizer or config.policy.path
     # The built-in character tokenizer has no folder.
-    hf.save_params(folders[0], policy, model, dtype, "" if tokenizer == "char" else tokenizer)
+    hf.save_params(folders[0], policy, model, dtype=dtype, tokenizer_from="" if tokenizer == "char" else tokenizer)
     if learner.plan.draft:
         folders.append(os.path.join(output, "draft"))
         head, path = branch(branch(found, "draft"), "params"), config.policy.path
-        learner.plan.draft.save(folders[1], head, found.get("vocab_map"), model, dtype, path)
+        learner.plan.draft.save(folders[1], head, found.get("vocab_map"), target=model, dtype=dtype, target_path=path)
     for folder in folders:
         print(f"step {step}: {folder}")
     return folders

@@ -1,6 +1,7 @@
 """Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out."""
 
 import dataclasses
+import functools
 import json
 import os
 import threading
@@ -42,11 +43,11 @@ def run(config: Config, workdir: str) -> None:
     with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
         prompts = [problem.prompt for problem in inputs.problems.evaluation]
         if config.generate.prompts:
-            how = inputs.tokenizer, config.data.special_tokens
-            if special := sum(holds_special("generate.prompts", prompt, *how) for prompt in prompts):
+            found = functools.partial(holds_special, special_tokens=config.data.special_tokens)
+            if special := sum(found("generate.prompts", prompt, inputs.tokenizer) for prompt in prompts):
                 print(f"generate.prompts: {special} hold the text of a special token, which stays text")
         open_workdir(workdir, dataclasses.asdict(inputs.config))
-        generate(make_generator(*inputs.build()), prompts, inputs.config, workdir, stop_on_signal())
+        generate(make_generator(*inputs.build()), prompts, inputs.config, workdir=workdir, stop=stop_on_signal())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,7 +76,7 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """Show the first responses in a notebook, accepted drafts in colour."""
-        return rollout_html.responses(self.prompts, self.token_texts, self.draft_positions, self.draft_kind)
+        return rollout_html.responses(self.prompts, self.token_texts, self.draft_positions, draft_kind=self.draft_kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Generator:
         prompts: Sequence[str | Messages],
         samples: int = 1,
         seed: int = 0,
+        *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Generation:
         """Generate `samples` responses to each prompt, which is text or chat messages. Equal seeds give equal noise.
@@ -105,7 +107,7 @@ class Generator:
         encoded = [self.tokenizer.encode(text) for text in texts]
         start = time.perf_counter()
         rollouts = self.engine.generate(
-            self.weights, encoded, samples, seed, on_progress=on_progress, lengths=self.lengths
+            self.weights, encoded, samples, seed=seed, on_progress=on_progress, lengths=self.lengths
         )
         seconds, rows = time.perf_counter() - start, range(len(rollouts.length))
         parts = [rollouts.response_part(row) for row in rows]
@@ -184,10 +186,14 @@ def make_generator(learner: Learner, rollout: Rollout) -> Generator:
     draft = learner.plan.config.draft
     adaptive = draft.adaptive and engine.draft_length
     lengths = engine.controller() if adaptive else None
-    return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths, draft.kind)
+    return Generator(
+        engine, initial_weights(learner, rollout), rollout.tokenizer, lengths=lengths, draft_kind=draft.kind
+    )
 
 
-def generate(generator: Generator, prompts: Sequence[str], config: Config, workdir: str, stop: threading.Event) -> None:
+def generate(
+    generator: Generator, prompts: Sequence[str], config: Config, *, workdir: str, stop: threading.Event
+) -> None:
     """Answer the prompts, print the first responses, and write generations.jsonl and generation.json.
 
     Raises Stopped soon after `stop` is set.
@@ -199,7 +205,7 @@ def generate(generator: Generator, prompts: Sequence[str], config: Config, workd
         on_progress(0, 0)
 
     generator.compile(on_program)
-    out = generator.generate(prompts, config.generate.samples, config.rollout.seed, on_progress)
+    out = generator.generate(prompts, config.generate.samples, config.rollout.seed, on_progress=on_progress)
     path = os.path.join(workdir, "generations.jsonl")
     with open_written(path) as file:
         for i, prompt in enumerate(out.prompts):

@@ -47,11 +47,11 @@ def run(config: Config, workdir: str) -> None:
     problems = load_problems(config, rollout.tokenizer)
     with make_scorer(config, problems.first_rows(rollout.tokenizer)) as scorer:
         open_workdir(workdir, dataclasses.asdict(config))
-        pretrain(learner, rollout, problems, scorer, workdir, stop_on_signal())
+        pretrain(learner, rollout, problems, scorer=scorer, workdir=workdir, stop=stop_on_signal())
 
 
 def pretrain(
-    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
+    learner: Learner, rollout: Rollout, problems: Problems, *, scorer: Scorer, workdir: str, stop: threading.Event
 ) -> list[dict[str, float]]:
     """Train from random weights, and write `pretrain.output` as a Hugging Face folder.
 
@@ -77,10 +77,12 @@ def pretrain(
         log = log or [{"step": 0}]
         stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), state.params)
         weights, _ = prepare(learner, rollout, RunState(dataclasses.replace(state, params=stored), None, None))
-        hf.save_params(config.pretrain.output, stored, model, config.pretrain.dtype)
+        hf.save_params(config.pretrain.output, stored, model, dtype=config.pretrain.dtype)
         write_log(log, workdir, config.pretrain.output)
         with stopped_as(f"the policy is in {config.pretrain.output}; its evaluation is missing"):
-            log[-1] |= evaluation_metrics(rollout, weights, problems, scorer, config.steps, workdir, display)
+            log[-1] |= evaluation_metrics(
+                rollout, weights, problems, scorer=scorer, step=config.steps, workdir=workdir, display=display
+            )
     write_log(log, workdir, config.pretrain.output)
     return log
 
@@ -140,4 +142,6 @@ def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Pa
             f"{longest}"
         )
     places = pack_alike(lengths, packing, packing.divisible(power_of_two(max(packing.limit, SHORTEST))))
-    return packed_rows(make_rows(prompts, solutions, longest, tokenizer.pad_id), places, lengths, tokenizer.pad_id)
+    return packed_rows(
+        make_rows(prompts, solutions, longest, pad_id=tokenizer.pad_id), places, lengths, pad_id=tokenizer.pad_id
+    )

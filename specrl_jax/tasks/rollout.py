@@ -133,7 +133,7 @@ class Worker:
         plan, quantize = rollout.plan, rollout.config.quantize
         partition, derived = plan.rollout_partition, plan.draft_method.derived
         self._rollout, self._stop = rollout, raise_once_set(stop)
-        self._shardings = weights_shardings(plan.model, plan.draft, derived, quantize, partition)
+        self._shardings = weights_shardings(plan.model, plan.draft, derived, quantize=quantize, partition=partition)
         self._servers: dict[str, TransferServer] = {}  # by address of this machine
         self._weights: Weights | None = None
         self._controllers: dict[str, Controller] = {}  # by engine
@@ -168,7 +168,7 @@ class Worker:
         start = time.perf_counter()
         if ask.weights:
             self._weights = None  # there is memory for one copy
-            self._weights = transfer.fetch(connect, ask.weights, self._shardings, lambda: self._stop(0, 0))
+            self._weights = transfer.fetch(connect, ask.weights, self._shardings, on_wait=lambda: self._stop(0, 0))
         seconds = time.perf_counter() - start
         try:
             return self._generated(ask, until)._replace(weights_seconds=seconds)
@@ -192,14 +192,14 @@ class Worker:
             self._weights,
             ask.prompts,
             ask.samples,
-            ask.seed,
-            ask.ids,
-            self._stop,
-            self._lengths(ask),
+            seed=ask.seed,
+            first_id=ask.ids,
+            on_progress=self._stop,
+            lengths=self._lengths(ask),
             responses=ask.responses or None,
             continuation=how,
         )
-        return Answer(rollouts, 0.0, "", pack_texts(lookahead.texts, later.ids))
+        return Answer(rollouts, 0.0, "", texts=pack_texts(lookahead.texts, later.ids))
 
     def _begun(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> Answer:
         """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
@@ -208,8 +208,10 @@ class Worker:
             self._stop(0, 0)
             return until()
 
-        finished = engine.begin(self._weights, lookahead, ask.samples, ask.seed, enough, self._lengths(ask))
-        return Answer(None, 0.0, "", pack_texts(lookahead.texts, lookahead.ids), finished)
+        finished = engine.begin(
+            self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=self._lengths(ask)
+        )
+        return Answer(None, 0.0, "", texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
 
     def _lengths(self, ask: Ask) -> DraftLengthPolicy:
         """Return the length that the learner says, or this process's controller of the engine."""

@@ -73,7 +73,9 @@ def train(
         if config.pipeline.workers:
             rollout = with_workers(rollout, ending.enter_context(open_workers(config, workdir)))
         stop = stop or threading.Event()
-        yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, trackers)
+        yield from training_steps(
+            learner, rollout, inputs.problems, scorer=inputs.scorer, workdir=workdir, stop=stop, trackers=trackers
+        )
 
 
 def open_trackers(trackers: Trackers, workdir: str, config: Config) -> None:

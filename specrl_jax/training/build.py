@@ -173,7 +173,7 @@ def make_learner(plan: Plan) -> Learner:
     one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
     draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
     predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
-    policy_step = make_policy_step(forward, objective, optimizer, partition)
+    policy_step = make_policy_step(forward, objective, optimizer, partition=partition)
     packing = make_packing(plan)
     programs = Programs(() if config.task in OF_TEXTS else packing.shapes)
     announced, update = programs.announced, programs.announced_update
@@ -225,11 +225,24 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:
         sizes = DrafterConfig(
-            config.draft.length, inference.sampling, inference.compute_dtype, partition, config.draft.argmax
+            config.draft.length,
+            inference.sampling,
+            inference.compute_dtype,
+            partition=partition,
+            argmax=config.draft.argmax,
         )
         drafter = plan.draft_method.make_drafter(sizes)
         lengths = lengths or draft_lengths(drafter.length, adaptive)
-        return make_rollout_engine(plan.model, plan.draft, drafter, inference, tokenizer, partition, lengths, agree)
+        return make_rollout_engine(
+            plan.model,
+            plan.draft,
+            drafter,
+            config=inference,
+            tokenizer=tokenizer,
+            partition=partition,
+            lengths=lengths,
+            agree=agree,
+        )
 
     training = engine(inference, config.draft.adaptive, lengths)
     training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
@@ -251,13 +264,20 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         config=inference,
         tokenizer=tokenizer,
         prepare_step=make_prepare(
-            plan.model, plan.draft, inference, made_for, plan.learner_partition, plan.draft_method.derived
+            plan.model,
+            plan.draft,
+            inference,
+            partition=made_for,
+            learner=plan.learner_partition,
+            derived=plan.draft_method.derived,
         ),
         engine=training,
         eval_engine=evaluation,
         greedy_engine=dataclasses.replace(evaluation, greedy=True),
         plain_engine=dataclasses.replace(
-            make_rollout_engine(plan.model, None, NO_DRAFTER, plain, tokenizer, partition, agree=agree),
+            make_rollout_engine(
+                plan.model, None, NO_DRAFTER, config=plain, tokenizer=tokenizer, partition=partition, agree=agree
+            ),
             response_tokens=training.response_tokens,
         ),
     )
@@ -291,7 +311,7 @@ def make_scorer(config: Config, first: Sequence[Row], own: Sequence[OwnAnswer] =
     """
     r, e = config.reward, config.environment
     code = _code_options(r) if CODE in r.names else None
-    environment = make_environment(e.name, e.seconds, e.workers, r.memory)
+    environment = make_environment(e.name, e.seconds, e.workers, memory=r.memory)
     scorer = Scorer(r.names, r.weights, r.timeout, r.workers, r.memory, r.correct_from, code, environment)
     try:
         scorer.try_rows(first)
@@ -305,8 +325,8 @@ def make_scorer(config: Config, first: Sequence[Row], own: Sequence[OwnAnswer] =
 def _code_options(reward: RewardConfig) -> CodeOptions:
     """Choose the sandbox of programs, by running one, and say which it is."""
     r = reward
-    limits = Limits(r.test_seconds, int(r.test_memory * GIB), int(r.test_output * MIB), r.test_processes)
-    sandbox = choose(r.sandbox, r.sandbox_url, r.sandbox_python, limits._replace(disk=int(r.test_disk * MIB)))
+    limits = Limits(r.test_seconds, int(r.test_memory * GIB), int(r.test_output * MIB), processes=r.test_processes)
+    sandbox = choose(r.sandbox, r.sandbox_url, r.sandbox_python, limits=limits._replace(disk=int(r.test_disk * MIB)))
     print(sandbox.line())
     return CodeOptions(sandbox, r.tests == "share", r.timeout)
 
@@ -323,7 +343,7 @@ def _policy_forward(plan: Plan) -> PolicyForward:
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
         lora=LoRA(policy.lora_rank, policy.lora_alpha, tuple(policy.lora_targets)) if policy.lora_rank else None,
-        attention=find_attention(policy.attention, plan.model.head_dim, dtype, plan.learner_partition),
+        attention=find_attention(policy.attention, plan.model.head_dim, dtype, partition=plan.learner_partition),
     )
 
 

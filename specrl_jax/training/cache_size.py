@@ -26,7 +26,12 @@ CPU_SHARE = 1 / 48
 
 
 def page_bytes(
-    model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner, records: bool = False
+    model: Qwen3Config,
+    draft: DraftModel | None,
+    rollout: RolloutConfig,
+    *,
+    partition: Partitioner,
+    records: bool = False,
 ) -> int:
     """Return the bytes of one page on one device: of the policy's cache, the draft's, and with `records` the experts'.
 
@@ -35,10 +40,10 @@ def page_bytes(
     """
     # A page for every device.
     pages, dtype = partition.num_shards("batch"), jnp.dtype(rollout.cache_dtype)
-    shape = kv.PageShape(pages, rollout.page_tokens, dtype, partition.platform)
+    shape = kv.PageShape(pages, rollout.page_tokens, dtype, platform=partition.platform)
 
     def pools() -> object:
-        target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape)
+        target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape=shape)
         return target, draft.init_cache(shape) if draft else None, init_record(model, shape) if records else None
 
     def size(axes: kv.Axes, pool: jax.ShapeDtypeStruct) -> int:
@@ -48,7 +53,7 @@ def page_bytes(
     return sum(jax.tree.leaves(jax.tree.map(size, axes, jax.eval_shape(pools), is_leaf=kv.is_axes)))
 
 
-def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: int = 0) -> int | None:
+def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory: int = 0) -> int | None:
     """Return the pages of `page` bytes that a device may keep; None: as many as its sequences can hold.
 
     `memory`: bytes of an accelerator to compile for, which is not here; 0: unknown. Raises InputError where
@@ -66,7 +71,7 @@ def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: in
     return int(share * known) // page if known else None
 
 
-def with_pages(limits: EngineConfig, most: int | None, page: int, section: str = "rollout") -> EngineConfig:
+def with_pages(limits: EngineConfig, most: int | None, page: int, *, section: str = "rollout") -> EngineConfig:
     """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (None: no bound).
 
     `section` of the config says how long responses may be. Raises InputError where the longest sequence would not fit.

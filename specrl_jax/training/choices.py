@@ -181,10 +181,10 @@ def _schemas(config: Config, detects: bool) -> Config:
 def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer) -> Measured:
     """Measure prompts and worked solutions."""
     prompts, worked = ([len(tokenizer.encode(text)) for text in some] for some in (texts, filter(None, solutions)))
-    return Measured(len(prompts), max(prompts, default=0), len(worked), max(worked, default=0))
+    return Measured(len(prompts), max(prompts, default=0), len(worked), longest_solution=max(worked, default=0))
 
 
-def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Config:
+def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measured: Measured) -> Config:
     """Choose lengths, draft, tokens of a pass and sequences decoded at once. Raises InputError where no length fits."""
     steps = {
         "rollout.max_prompt_tokens": _prompt_length,
@@ -290,7 +290,9 @@ def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
     """Return how many sequences of all devices find pages for their live tokens beside the rest."""
     sizes, w, decoder = _estimate(config, model, machine)
     w = dataclasses.replace(w, slots=0)
-    each = sequences_at_once(sizes, w, decoder, machine.memory, np.array(_apart(config)), np.array(1.0))
+    each = sequences_at_once(
+        sizes, w, decoder, memory_bytes=machine.memory, disaggregated=np.array(_apart(config)), replicas=np.array(1.0)
+    )
     return int(each) * max(1, _rollout_devices(config, machine) // decoder.split.devices)
 
 
@@ -320,7 +322,7 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
     apart = Parallelism(p.tensor, p.expert) if _apart(config) else split
     vocab = min(model.vocab, DRAFT_VOCAB) if config.draft.vocab_size == -1 else config.draft.vocab_size
     d = config.draft
-    head = priced_head(d.kind, model, vocab, d.slots, d.layers) if KINDS[d.kind].has_weights else None
+    head = priced_head(d.kind, model, vocab, slots=d.slots, layers=d.layers) if KINDS[d.kind].has_weights else None
     limit = float(r.max_response_tokens)
     # Of the machine only the memory counts, which is an argument of its own.
     hardware = HARDWARE["this_machine"]
@@ -340,10 +342,12 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
         remat=config.policy.remat,
     )
     twin = config.draft.quantize if KINDS[config.draft.kind].twin else "none"
-    precision = Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype, r.quantize, twin=twin)
-    decoder = DecoderCost(model, head, hardware, apart, precision)
-    learner = LearnerCost(model, head, hardware, split, config.policy.compute_dtype)
-    sizes = estimate_bytes(w, decoder, learner, machine.mesh.size, _rollout_devices(config, machine))
+    precision = Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype, quantize=r.quantize, twin=twin)
+    decoder = DecoderCost(model, head, hardware, split=apart, precision=precision)
+    learner = LearnerCost(model, head, hardware, split=split, dtype=config.policy.compute_dtype)
+    sizes = estimate_bytes(
+        w, decoder, learner, learner_devices=machine.mesh.size, rollout_devices=_rollout_devices(config, machine)
+    )
     return sizes, w, decoder
 
 

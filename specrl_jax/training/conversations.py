@@ -91,7 +91,7 @@ class Conversations:
         if log.never_began:
             self._replies.put(Reply(log.conversation.session, log.never_began, 0.0))
         else:
-            self._workers.submit(log.conversation, text, list(log.turns), self._replies)
+            self._workers.submit(log.conversation, text, list(log.turns), replies=self._replies)
         log.turns.append(text)
 
     def answers(self, seconds: float) -> list[Answer]:
@@ -114,7 +114,7 @@ class Conversations:
         self._workers.release(log.conversation)
         return Answer(request, None, cut)
 
-    def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, waiting: Callable[[], None]) -> Scores:
+    def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, *, waiting: Callable[[], None]) -> Scores:
         """Score rollouts `rows` of the call: what their environments gave, and the rewards of their last turns.
 
         One whose environment failed has no reward.
@@ -212,6 +212,7 @@ def begin_conversations(
     scorer: Scorer,
     config: Config,
     tokenizer: Tokenizer,
+    *,
     problems: Sequence[Problem],
     samples: int,
     step: int,
@@ -239,7 +240,7 @@ def begin_conversations(
     for place, (problem, own) in enumerate(zip(problems, seeds)):
         conversation = workers.open(row_of(problem), own)
         sessions[conversation.session] = place
-        workers.submit(conversation, "", None, replies)
+        workers.submit(conversation, "", None, replies=replies)
     opened, failed, left = list(problems), dict[int, Outcome](), len(problems)
     while left:
         for reply in received(replies, 1.0):

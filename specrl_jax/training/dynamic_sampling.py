@@ -36,6 +36,7 @@ def sample_rounds(
     generate: GenerateRound,
     problems: list[Problem],
     draw: Callable[[], list[Problem]],
+    *,
     grpo: GRPOConfig,
     step: int,
 ) -> list[ScoredRollouts]:
@@ -61,7 +62,7 @@ def first_id(grpo: GRPOConfig, step: int, index: int) -> int:
 
 
 def with_rewards(
-    rollouts: Rollouts, problems: list[Problem], scores: Scores, grpo: GRPOConfig, longest: int
+    rollouts: Rollouts, problems: list[Problem], scores: Scores, *, grpo: GRPOConfig, longest: int
 ) -> ScoredRollouts:
     """Return rollouts with the rewards that their advantages come from.
 
@@ -72,7 +73,7 @@ def with_rewards(
     if grpo.overlong_buffer:
         penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
         rewards = rewards + grpo.overlong_penalty * penalty
-    return ScoredRollouts(rollouts, problems, scores, rewards)
+    return ScoredRollouts(rollouts, problems, scores, rewards=rewards)
 
 
 def has_variance(rewards: np.ndarray, group_size: int) -> np.ndarray:
@@ -113,6 +114,7 @@ def score_rollouts(
     rollouts: Rollouts,
     problems: Sequence[Problem],
     tokenizer: Tokenizer,
+    *,
     scorer: Scorer,
     while_waiting: Callable[[], None],
     turns: Conversations | None = None,
@@ -127,7 +129,9 @@ def score_rollouts(
       rows: the rollouts' places among those of `turns`; None: all of them.
     """
     if turns is not None:
-        return turns.scores(rollouts, np.arange(len(rollouts.length)) if rows is None else rows, scorer, while_waiting)
+        return turns.scores(
+            rollouts, np.arange(len(rollouts.length)) if rows is None else rows, scorer, waiting=while_waiting
+        )
     tokens = [rollouts.response(row) for row in range(len(rollouts.length))]
     asked = [problems[prompt] for prompt in rollouts.prompt_index]
     contexts = [Context(problem.prompt, problem.row, ids) for problem, ids in zip(asked, tokens)]
@@ -179,4 +183,4 @@ def gather_round(own: ScoredRollouts, order: Sequence[int]) -> ScoredRollouts:
     rewards, problems = all_gather_objects(np.ndarray, own.rewards), all_gather_objects(list[Problem], own.problems)
     rollouts, scores = gather_scored(own.rollouts, own.scores, order)
     together = [problem for i in order for problem in problems[i]]
-    return ScoredRollouts(rollouts, together, scores, np.concatenate([rewards[i] for i in order]))
+    return ScoredRollouts(rollouts, together, scores, rewards=np.concatenate([rewards[i] for i in order]))

@@ -92,6 +92,7 @@ def evaluate(
     rollout: Rollout,
     engine: Engine,
     weights: Weights,
+    *,
     problems: Sequence[Problem],
     samples: int,
     scorer: Scorer,
@@ -114,17 +115,35 @@ def evaluate(
 
     def generate() -> list[tuple[Rollouts, Scores]]:
         count = len(problems[share.group]) * each
-        shared = scorer, rollout.plan.config, rollout.tokenizer, problems[share.group], each, 0
-        asked, turns = begin_conversations(*shared, lambda: on_progress(0, count))
+        asked, turns = begin_conversations(
+            scorer,
+            rollout.plan.config,
+            rollout.tokenizer,
+            problems=problems[share.group],
+            samples=each,
+            step=0,
+            waiting=lambda: on_progress(0, count),
+        )
         prompts = [rollout.tokenizer.encode(problem.prompt) for problem in asked]
-        found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths, turns=turns)
+        found = engine.generate(
+            weights,
+            prompts,
+            samples,
+            seed=noise,
+            first_id=first_id,
+            on_progress=on_progress,
+            lengths=lengths,
+            turns=turns,
+        )
         own = np.arange(count).reshape(-1, each)[share.within]
         # The samples of each prompt, then its greedy response if there is one.
         parts = [part.reshape(-1) for part in np.split(own, [samples], axis=1) if part.size]
 
         def scored(rows: np.ndarray) -> tuple[Rollouts, Scores]:
             part, waiting = found.take(rows), functools.partial(on_progress, count, count)
-            scores = score_rollouts(part, asked, rollout.tokenizer, scorer, waiting, turns, rows)
+            scores = score_rollouts(
+                part, asked, rollout.tokenizer, scorer=scorer, while_waiting=waiting, turns=turns, rows=rows
+            )
             return dataclasses.replace(part, prompt_index=part.prompt_index - share.within.start), scores
 
         return [scored(rows) for rows in parts]
@@ -132,7 +151,13 @@ def evaluate(
     gathered = [gather_scored(*part, groups.order) for part in distributed.together(generate)]
     (rollouts, scores), *greedy = gathered
     scores.require_some("evaluation")
-    return Evaluation(problems, samples, scores, rollouts, float(greedy[0][1].correct.mean()) if greedy else None)
+    return Evaluation(
+        problems,
+        samples,
+        scores,
+        rollouts=rollouts,
+        greedy_accuracy=float(greedy[0][1].correct.mean()) if greedy else None,
+    )
 
 
 def greedy_too(config: Config, step: int) -> bool:
@@ -144,6 +169,7 @@ def evaluation_metrics(
     rollout: Rollout,
     weights: Weights,
     problems: Problems,
+    *,
     scorer: Scorer,
     step: int,
     workdir: str,
@@ -163,7 +189,12 @@ def evaluation_metrics(
     engine = rollout.greedy_engine if greedy_too(config, step) else rollout.eval_engine
     with clock("evaluate"):
         sampled = evaluate(
-            *(rollout, engine, weights, problems.evaluation, config.eval.samples, scorer),
+            rollout,
+            engine,
+            weights,
+            problems=problems.evaluation,
+            samples=config.eval.samples,
+            scorer=scorer,
             on_progress=display.update_phase,
             lengths=lengths_for(engine),
         )

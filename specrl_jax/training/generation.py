@@ -115,7 +115,7 @@ class Generation:
         count = self._grpo.prompts_at_once - len(self._groups.groups) * len(self._left.problems)
         return [problem for _ in range(count) for problem in self._upcoming.take()]
 
-    def generate(self, step: int, problems: list[Problem], policy: Published, newer: Newer = never) -> RolloutBatch:
+    def generate(self, step: int, problems: list[Problem], policy: Published, *, newer: Newer = never) -> RolloutBatch:
         """Return the rollouts of a step: of all processes where these generate in turn with learning, else its part.
 
         Args:
@@ -131,13 +131,13 @@ class Generation:
             # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
             return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
 
-        rounds = sample_rounds(generate, problems, self._upcoming.take_more, self._grpo, step)
+        rounds = sample_rounds(generate, problems, self._upcoming.take_more, grpo=self._grpo, step=step)
         if self._begun and later:
             self._begun.texts = later.texts
         if self._config.rollout.order == "longest":
             self._left = self._left._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
-        return RolloutBatch(rounds, self._upcoming.position, seconds, [self._left])
+        return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._left])
 
     def begin(self, step: int, policy: Published, until: Callable[[], bool]) -> bool:
         """Begin the rollouts of a step under an earlier policy; return whether all are finished.
@@ -147,8 +147,16 @@ class Generation:
         """
         assert self._begun is not None
         later = self._begun.after(step - 1)
-        shared = self._grpo.group_size, self._config.rollout.seed, until, *self._speculation.as_of(policy.observed)
-        finished = self._rollout.engine.begin(policy.weights, later, *shared)
+        lengths, history = self._speculation.as_of(policy.observed)
+        finished = self._rollout.engine.begin(
+            policy.weights,
+            later,
+            self._grpo.group_size,
+            seed=self._config.rollout.seed,
+            until=until,
+            lengths=lengths,
+            history=history,
+        )
         self._begun.texts = later.texts
         return finished
 
@@ -169,7 +177,7 @@ class Generation:
             return self._conversations(step, asked, ids, policy, share)
         # A further round goes on with what the last one began of later steps.
         earlier = self._begun.texts | later.texts if self._begun and later else {}
-        how: Continuation[Weights] = Continuation(policy.version, earlier, later, self._left.rollouts)
+        how: Continuation[Weights] = Continuation(policy.version, earlier, later, begun=self._left.rollouts)
         if self._grpo.oversample:
             return self._oversampled(asked, ids, policy, newer, how)
         return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
@@ -185,7 +193,7 @@ class Generation:
         groups = share.group.stop - share.group.start
         how = dataclasses.replace(how, enough=enough_groups(groups, G, carry))
         found = self._rollouts(problems, ids, policy, newer, how)
-        learned, asked, self._left = split_groups(found, problems, groups, G, carry > 0)
+        learned, asked, self._left = split_groups(found, problems, groups, group_size=G, carries=carry > 0)
         return self._scored(learned, asked, share)
 
     def _rollouts(
@@ -224,8 +232,15 @@ class Generation:
         self, step: int, problems: list[Problem], ids: np.ndarray, policy: Published, share: Share
     ) -> ScoredRollouts:
         """Generate and score rollouts of several turns. Each process has a copy of the weights of its own."""
-        shared = self._scorer, self._config, self._rollout.tokenizer, problems, self._grpo.group_size, step
-        asked, turns = begin_conversations(*shared, lambda: self._on_progress(0, len(ids)))
+        asked, turns = begin_conversations(
+            self._scorer,
+            self._config,
+            self._rollout.tokenizer,
+            problems=problems,
+            samples=self._grpo.group_size,
+            step=step,
+            waiting=lambda: self._on_progress(0, len(ids)),
+        )
         found = self._calls(asked, ids, policy, turns)(policy, Continuation(policy.version))
         return self._scored(found, list(asked), share, turns)
 
@@ -234,11 +249,21 @@ class Generation:
     ) -> Callable[[Published, Continuation[Weights]], Rollouts]:
         """Return what calls the engine for the rollouts of some problems, which began under a policy's drafts."""
         prompts = [self._rollout.tokenizer.encode(problem.prompt) for problem in problems]
-        shared = self._grpo.group_size, self._config.rollout.seed, ids, self._on_progress
-        lengths, generate = self._speculation.as_of(began.observed), self._rollout.engine.generate
+        lengths, history = self._speculation.as_of(began.observed)
 
         def call(policy: Published, how: Continuation[Weights]) -> Rollouts:
-            return generate(policy.weights, prompts, *shared, *lengths, continuation=how, turns=turns)
+            return self._rollout.engine.generate(
+                policy.weights,
+                prompts,
+                self._grpo.group_size,
+                seed=self._config.rollout.seed,
+                first_id=ids,
+                on_progress=self._on_progress,
+                lengths=lengths,
+                history=history,
+                continuation=how,
+                turns=turns,
+            )
 
         return call
 
@@ -254,5 +279,7 @@ class Generation:
                 self._on_progress(count, count)
 
         own, asked = rollouts.of_prompts(share.within), problems[share.within]
-        scores = score_rollouts(own, asked, self._rollout.tokenizer, self._scorer, waiting, turns)
-        return with_rewards(own, asked, scores, self._grpo, self._config.rollout.max_response_tokens)
+        scores = score_rollouts(
+            own, asked, self._rollout.tokenizer, scorer=self._scorer, while_waiting=waiting, turns=turns
+        )
+        return with_rewards(own, asked, scores, grpo=self._grpo, longest=self._config.rollout.max_response_tokens)

@@ -20,7 +20,7 @@ def initial_params(learner: Learner) -> Params:
     """Return the policy's float32 training parameters: from policy.path, or random from the seed."""
     config, model, partition = learner.plan.config, learner.plan.model, learner.plan.learner_partition
     if config.policy.path:
-        return hf.load_params(config.policy.path, model, partition, jnp.float32)
+        return hf.load_params(config.policy.path, model, partition, dtype=jnp.float32)
     return init_random_params(jax.random.key(config.seed), qwen3.param_specs(model), partition)
 
 
@@ -63,7 +63,7 @@ def initial_vocab_map(learner: Learner) -> jax.Array | None:
 def initial_state(learner: Learner) -> RunState:
     """Return the state before the first step. The reference of the KL term is None: `start_run` adds it."""
     partition = learner.plan.learner_partition
-    policy = init_state(initial_trained(learner), learner.forward.trained_specs, learner.optimizer, partition)
+    policy = init_state(initial_trained(learner), learner.forward.trained_specs, learner.optimizer, partition=partition)
     policy = dataclasses.replace(policy, frozen=frozen_params(learner))
     return with_initial_draft(learner, RunState(policy, None, None))
 
@@ -74,7 +74,7 @@ def with_initial_draft(learner: Learner, state: RunState) -> RunState:
     if plan.draft is None:
         return state
     params = initial_draft_params(learner, state.policy.base)
-    draft = init_state(params, plan.draft.specs, learner.draft_optimizer, plan.learner_partition)
+    draft = init_state(params, plan.draft.specs, learner.draft_optimizer, partition=plan.learner_partition)
     if state.draft is not None:  # versions never repeat
         draft = dataclasses.replace(draft, step=state.draft.step)
     return dataclasses.replace(state, draft=draft, vocab_map=initial_vocab_map(learner))
@@ -96,12 +96,12 @@ def abstract_run_state(learner: Learner) -> RunState:
     policy = abstract_state(learner.forward.trained_specs, learner.optimizer, partition)
     reference = policy.params if plan.config.grpo.reference_every else None
     if plan.draft is None:
-        return RunState(policy, None, None, reference)
+        return RunState(policy, None, None, reference=reference)
     draft = abstract_state(plan.draft.specs, learner.draft_optimizer, partition)
     if not plan.draft.has_vocab_map:
-        return RunState(policy, draft, None, reference)
+        return RunState(policy, draft, None, reference=reference)
     ids = jax.ShapeDtypeStruct((plan.draft.vocab,), jnp.int32, sharding=partition.replicated)
-    return RunState(policy, draft, stand_in(ids), reference)
+    return RunState(policy, draft, stand_in(ids), reference=reference)
 
 
 def abstract_frozen(learner: Learner) -> Params | None:

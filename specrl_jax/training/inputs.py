@@ -91,6 +91,7 @@ def open_inputs(
     config: Config,
     workdir: str,
     train: bool = True,
+    *,
     rewards: bool = True,
     checking: Callable[[Config], None] = lambda config: None,
     opening: Callable[[Config], None] = lambda config: None,
@@ -129,7 +130,7 @@ def with_sizes(
     """Return the config with the sizes that it leaves open, by the problems and the machine."""
     if not left_open(config):
         return config
-    config = choose_sizes(config, model, machine, measure(*problems.texts(), tokenizer))
+    config = choose_sizes(config, model, machine, measured=measure(*problems.texts(), tokenizer))
     validate(config)
     return config
 
@@ -194,4 +195,4 @@ def _find(
     plan = make_plan(config, mesh, model)
     if config.task in ("train", "draft_pretrain") and (line := least_pass(make_packing(plan))) and is_first_process():
         print(line)
-    return Inputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer)
+    return Inputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer=scorer)

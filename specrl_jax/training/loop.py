@@ -38,11 +38,11 @@ def training_steps(
     learner: Learner,
     rollout: Rollout,
     problems: Problems,
+    *,
     scorer: Scorer,
     workdir: str,
     stop: threading.Event,
     trackers: Trackers | None = None,
-    *,
     evaluates: bool = True,
 ) -> Iterator[Row]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
@@ -110,7 +110,7 @@ class _Run:
         self.checkpoints = open_checkpoints(self.config, workdir)
         written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
         self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
-        start = start_run(learner, rollout, self.checkpoints, self.stream)
+        start = start_run(learner, rollout, self.checkpoints, stream=self.stream)
         self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
         self.replay = start.replay
         self.restored, self.step = start.step, start.step or 0
@@ -152,16 +152,26 @@ class _Run:
             return
         self.display.start_phase("compile")
         weights, _ = prepare(self.learner, self.rollout, self.state)
-        told = self.display.say_compiled, functools.partial(self.display.update_phase, 0, 0)
-        distributed.together(functools.partial(self.rollout.engine.compile_all, weights, *told))
+        look = functools.partial(self.display.update_phase, 0, 0)
+        compile_all = functools.partial(self.rollout.engine.compile_all, weights, self.display.say_compiled, look)
+        distributed.together(compile_all)
 
     def open_pipeline(self) -> None:
         """Open the source of rollouts, with those that the checkpoint held."""
         # The display belongs to this thread.
         synchronous = self.config.pipeline.mode == "sync"
         on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
-        shared = self.rollout, self.stream, self.scorer, self.monitor.speculation
-        self.pipeline = make_pipeline(*shared, self.step + 1, on_progress, self.devices, self.workdir, self.ahead)
+        self.pipeline = make_pipeline(
+            self.rollout,
+            self.stream,
+            self.scorer,
+            speculation=self.monitor.speculation,
+            first=self.step + 1,
+            on_progress=on_progress,
+            devices=self.devices,
+            workdir=self.workdir,
+            restored=self.ahead,
+        )
         self.ahead = NOTHING_AHEAD
 
     def make_step(self) -> Row:
@@ -171,14 +181,22 @@ class _Run:
         profiled = step in self.config.logging.profile_steps  # for Perfetto or TensorBoard
         with jax.profiler.trace(os.path.join(self.workdir, "profile")) if profiled else contextlib.nullcontext():
             self.state, result = train_step(
-                self.learner, self.rollout, self.state, self.pipeline, speculation, self.replay, step, clock, self.stop
+                self.learner,
+                self.rollout,
+                self.state,
+                pipeline=self.pipeline,
+                speculation=speculation,
+                replay=self.replay,
+                step=step,
+                clock=clock,
+                stop=self.stop,
             )
         self.step, self.position, generated = step, result.position, result.generated
         row = self._metrics(result) | {"time/compile": min(clock.compiled(), result.total)}
         if not (self.generation and compiles(row)):
             self.generation = row["time/generate"]
         tokenizer, shown = self.rollout.tokenizer, self.config.logging.rollouts
-        self.writer.write_rollouts(step, rollout_samples(generated, tokenizer, self.config.draft.kind, shown))
+        self.writer.write_rollouts(step, rollout_samples(generated, tokenizer, self.config.draft.kind, count=shown))
         lengths = generated.rollouts.response_length
         self.finish_row(row, {"reward": generated.scores.total, "rollout/response_length": lengths})
         self.due.finish_step(step, functools.partial(self._save, row.get("eval/accuracy")))
@@ -200,7 +218,7 @@ class _Run:
         ahead = self._comparison + self.evaluation * evaluations_left(
             self.step, self.config.steps, self.config.eval.every
         )
-        self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead)
+        self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead=ahead)
 
     def _metrics(self, result: StepResult) -> Row:
         """Return the metrics of the step, with its alarms; keep its remarks."""
@@ -247,11 +265,11 @@ class _Run:
                 self.rollout,
                 weights,
                 self.problems,
-                self.scorer,
-                step,
-                self.workdir,
-                self.display,
-                self.monitor.speculation.lengths_for,
+                scorer=self.scorer,
+                step=step,
+                workdir=self.workdir,
+                display=self.display,
+                lengths_for=self.monitor.speculation.lengths_for,
             )
             self.evaluation = clock.total() - clock.compiled()
             return row
@@ -264,7 +282,7 @@ class _Run:
         self.rollout.engine.compiled.beside = False
         weights, _ = prepare(self.learner, self.rollout, self.state)
         problems, lengths = self.problems.evaluation, self.monitor.speculation.lengths
-        return speedup_metrics(self.rollout, weights, problems, lengths, self.display.update_phase)
+        return speedup_metrics(self.rollout, weights, problems, lengths=lengths, on_progress=self.display.update_phase)
 
     def _save(self, accuracy: float | None = None, wait: bool = True) -> str:
         """Save the last step. Return why it is not saved, "" if it is; without `wait` not for its next rollouts."""
@@ -280,7 +298,9 @@ class _Run:
             host = host._replace(values=host.values | {"unfinished": self.unfinished})
         state = saved_part(self.state, self.config)
         with self.devices:  # all devices take part when processes wait for each other here
-            return save_good(self.checkpoints, self.step, state, host, self.monitor.skipping, accuracy)
+            return save_good(
+                self.checkpoints, self.step, state, host=host, skipping=self.monitor.skipping, accuracy=accuracy
+            )
 
     def save_stopped(self) -> str:
         """Save the last step after a signal; return what the user is told."""

@@ -44,7 +44,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
         row |= left_metrics([result.left[group[0]] for group in learner.plan.groups.groups])
     if learner.plan.config.pipeline.weight_update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
-    row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
+    row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, total=result.total)
     row["perf/weights_gb"] = result.weights_bytes / 1e9
     row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)
     row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
@@ -208,7 +208,7 @@ def response_texts(rollouts: Rollouts, row: int, tokenizer: Tokenizer) -> list[s
 
 
 def rollout_samples(
-    generated: ScoredRollouts, tokenizer: Tokenizer, draft_kind: str, count: int
+    generated: ScoredRollouts, tokenizer: Tokenizer, draft_kind: str, *, count: int
 ) -> list[dict[str, object]]:
     """Return the first `count` rollouts as rows of rollouts/step_N.jsonl."""
     rollouts, problems, scores, _ = generated

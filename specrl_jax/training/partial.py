@@ -71,7 +71,7 @@ def enough_groups(groups: int, group_size: int, carry: int) -> Callable[[np.ndar
 
 
 def split_groups(
-    found: Rollouts, problems: list[Problem], groups: int, group_size: int, carries: bool
+    found: Rollouts, problems: list[Problem], groups: int, *, group_size: int, carries: bool
 ) -> tuple[Rollouts, list[Problem], Left]:
     """Return the first complete groups, their problems, and what is left."""
     complete = np.flatnonzero(found.finished.reshape(-1, group_size).all(axis=1))[:groups]

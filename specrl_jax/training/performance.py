@@ -37,7 +37,7 @@ class Performance:
     rollout_devices: int = 0  # devices that only generate, of all processes; 0: the learners generate
 
     def metrics(
-        self, rollouts: Rollouts, trained: Rollouts, seconds: dict[str, float], total: float
+        self, rollouts: Rollouts, trained: Rollouts, seconds: dict[str, float], *, total: float
     ) -> dict[str, float]:
         """Return perf/* of a step that generated `rollouts` and trained on `trained`, in `seconds` of each phase."""
         generated = self._forward(rollouts.length) - self._forward(rollouts.prompt_length)

@@ -48,8 +48,12 @@ Draw = Callable[[], list[Problem]]
 # (step, policy before an earlier one, until): begins its rollouts until `until` says that it is enough; returns whether
 # all are finished
 Begin = Callable[[int, "Published", Callable[[], bool]], bool]
-# (step, problems, policy, newer policies for what runs) -> its rollouts; seconds: of generate
-GenerateStep = Callable[[int, list[Problem], Published, Newer], RolloutBatch]
+
+
+class GenerateStep(Protocol):
+    """Return the rollouts of a step; `newer` gives newer policies for what runs. Their seconds are of generate."""
+
+    def __call__(self, step: int, problems: list[Problem], policy: Published, *, newer: Newer) -> RolloutBatch: ...
 
 
 class Pipeline(Protocol):
@@ -94,7 +98,7 @@ class Sync:
         assert self._newest is not None  # published
         # Released before learning: nothing reads these weights any more.
         policy, self._newest = self._newest, None
-        batch = self._generate(step, self._problems, policy, never)
+        batch = self._generate(step, self._problems, policy, newer=never)
         self._left = gather_left(*batch.left)
         seconds = batch.seconds | {"data": self._data_seconds, "idle": 0.0}
         return batch._replace(seconds=seconds, left=self._left)
@@ -225,7 +229,7 @@ class Async:
         policy, start = self._policy(first), time.perf_counter()
         problems = self._draw()
         data = time.perf_counter() - start
-        batch = self._generate(step, problems, policy, newer)
+        batch = self._generate(step, problems, policy, newer=newer)
         with self._changed:
             self._generated[step] = batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})
             self._changed.notify_all()
@@ -306,6 +310,7 @@ def make_pipeline(
     rollout: Rollout,
     stream: ProblemStream,
     scorer: Scorer,
+    *,
     speculation: Speculation,
     first: int,
     on_progress: Callable[[int, int], None],

@@ -58,7 +58,7 @@ class Plan:
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 
-def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None, memory: int = 0) -> Plan:
+def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None, *, memory: int = 0) -> Plan:
     """Find the sizes of a run and check them against each other.
 
     Args:
@@ -77,9 +77,19 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
     limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
-    page = page_bytes(model, method.model, config.rollout, rollout, limits.records)
-    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
-    plan = Plan(config, model, method, learner, rollout, limits, groups, most, page)
+    page = page_bytes(model, method.model, config.rollout, partition=rollout, records=limits.records)
+    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
+    plan = Plan(
+        config,
+        model,
+        method,
+        learner_partition=learner,
+        rollout_partition=rollout,
+        limits=limits,
+        groups=groups,
+        most_pages=most,
+        page_bytes=page,
+    )
     _check_processes(config, groups)
     _check_workers(config, method)
     _check_length(plan)
@@ -87,7 +97,7 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     _check_shards(plan)
     longest = "eval" if config.eval.max_response_tokens > config.rollout.max_response_tokens else "rollout"
     check_cache_length(plan.limits, model, longest)
-    return dataclasses.replace(plan, limits=with_pages(limits, most, page, longest))
+    return dataclasses.replace(plan, limits=with_pages(limits, most, page, section=longest))
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -129,13 +139,13 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
 def training_sampling(config: Config) -> Sampling:
     """Return how training rollouts are sampled."""
     r = config.rollout
-    return Sampling(r.temperature, r.top_k, r.top_p, r.rule)
+    return Sampling(r.temperature, r.top_k, r.top_p, rule=r.rule)
 
 
 def evaluation_sampling(config: Config) -> Sampling:
     """Return how evaluations sample."""
     e = config.eval
-    return Sampling(e.temperature, e.top_k, e.top_p, config.rollout.rule)
+    return Sampling(e.temperature, e.top_k, e.top_p, rule=config.rollout.rule)
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:

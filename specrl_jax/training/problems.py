@@ -200,19 +200,19 @@ def _read(
     template, key = (e.template, "eval.template") if validates and e.template else (d.template, "data.template")
     reader = Reader(
         tokenizer,
-        PromptFormat(template, d.chat == "always", d.system, d.thinking, key),
+        PromptFormat(template, d.chat == "always", d.system, thinking=d.thinking, key=key),
         config.rollout.max_prompt_tokens or LONGEST,
-        d.skip_malformed,
-        d.skip_long,
-        f"{section}.path",
-        d.special_tokens,
-        _fault_of(config.reward.names),
-        most,
+        skip_malformed=d.skip_malformed,
+        skip_long=d.skip_long,
+        key=f"{section}.path",
+        special_tokens=d.special_tokens,
+        tests_fault=_fault_of(config.reward.names),
+        most=most,
         # Only these read more of a row than prompt and answer.
-        bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
+        other_columns=bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
     )
     keys, found = Schema(d.prompt_key, d.answer_key), []
-    for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):
+    for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), key=schema_key)):
         problems, counts = reader.read(path, schema, answers)
         reports.append(counts.line(path))
         found.append(problems)

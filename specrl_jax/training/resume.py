@@ -71,7 +71,7 @@ class Start(NamedTuple):
     unfinished: Row  # metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none
 
 
-def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stream: ProblemStream) -> Start:
+def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, *, stream: ProblemStream) -> Start:
     """Return the state of the last whole checkpoint, or a fresh one; seek the stream to there.
 
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
@@ -92,7 +92,7 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stre
     if plan.config.grpo.kl_coef and state.reference is None:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
-    return Start(state, latest, monitor, ahead, replay, unfinished)
+    return Start(state, latest, monitor, ahead=ahead, replay=replay, unfinished=unfinished)
 
 
 def _print_once(line: str) -> None:

@@ -59,6 +59,7 @@ def weights_shardings(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
     derived: DerivedWeights | None,
+    *,
     quantize: str,
     partition: Partitioner,
 ) -> Weights:
@@ -76,6 +77,7 @@ def make_prepare(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
     config: InferenceConfig,
+    *,
     partition: Partitioner,
     learner: Partitioner,
     derived: DerivedWeights | None = None,
@@ -89,7 +91,7 @@ def make_prepare(
     """
 
     def shardings(partition: Partitioner) -> Weights:
-        return weights_shardings(model, draft, derived, config.quantize, partition)
+        return weights_shardings(model, draft, derived, quantize=config.quantize, partition=partition)
 
     def program(out: Weights) -> PrepareStep:
         def prepare(policy: Params, params: Params | None, vocab_map: jax.Array | None) -> Weights:
@@ -103,8 +105,8 @@ def make_prepare(
                 own = derived.make(policy, config.dtype)
             else:
                 own = draft.inference_params(params, config.dtype) if draft and params else {}
-            policy = qwen3.inference_params(policy, model, config.dtype, config.quantize)
-            return Weights(policy, own, vocab_map, checksum((rounded, vocab_map)))
+            policy = qwen3.inference_params(policy, model, config.dtype, kind=config.quantize)
+            return Weights(policy, own, vocab_map, checksum=checksum((rounded, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out, compiler_options=compiler_options())
 
@@ -138,6 +140,7 @@ def make_rollout_engine(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
     drafter: Drafter,
+    *,
     config: InferenceConfig,
     tokenizer: Ends,
     partition: Partitioner,
@@ -159,7 +162,7 @@ def make_rollout_engine(
     prefill_rows = -(-limits.prefill_rows // shards) * shards
     limits = dataclasses.replace(limits, shards=shards, prefill_rows=prefill_rows, copies=partition.copies)
     check_cache_length(limits, model)
-    target = Target(model, draft, config, partition)
+    target = Target(model, draft, config, partition=partition)
     parts = EngineFunctions(
         init_cache=target.init_cache,
         prefill=target.prefill,
@@ -173,7 +176,14 @@ def make_rollout_engine(
         stops=config.stops,
         recorded=(lambda cache: cache.experts) if limits.records else None,
     )
-    return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths, agree)
+    return make_engine(
+        parts,
+        limits,
+        target.slots_shardings(),
+        prompt_shardings=target.prompt_shardings(),
+        lengths=lengths,
+        agree=agree,
+    )
 
 
 def find_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, vocab: int) -> StopTexts:
@@ -203,18 +213,18 @@ class Target:
     partition: Partitioner
 
     def init_cache(self, pages: int, tokens: int) -> Cache:
-        m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, self.partition.platform)
-        target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape)
+        m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, platform=self.partition.platform)
+        target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape=shape)
         experts = init_record(m, shape) if self.config.limits.records else None
         if self.draft is None and experts is None:
             return target
         return Caches(target, self.draft and self.draft.init_cache(shape), experts)
 
-    def prefill(self, params: Weights, tokens: jax.Array, paging: kv.Paging, cache: Cache) -> Cache:
-        return self.decode(params, tokens, paging, cache, return_logits=False)[1]
+    def prefill(self, params: Weights, tokens: jax.Array, paging: kv.Paging, *, cache: Cache) -> Cache:
+        return self.decode(params, tokens, paging, cache=cache, return_logits=False)[1]
 
     def decode(
-        self, params: Weights, tokens: jax.Array, paging: kv.Paging, cache: Cache, return_logits: bool = True
+        self, params: Weights, tokens: jax.Array, paging: kv.Paging, *, cache: Cache, return_logits: bool = True
     ) -> tuple[jax.Array, Cache]:
         """Return (logits, None without `return_logits`; cache), the draft's own cache updated from this forward too."""
         options = qwen3.Options(
@@ -225,16 +235,18 @@ class Target:
         )
         own = cache.target if isinstance(cache, Caches) else cache
         inputs = qwen3.Inputs(tokens, paging.positions)
-        out = qwen3.forward(params.policy, self.model, inputs, self.partition, options, own, paging.table)
+        out = qwen3.forward(
+            params.policy, self.model, inputs, partition=self.partition, options=options, cache=own, table=paging.table
+        )
         assert out.cache is not None  # one was given
         logits = cast(jax.Array, out.logits)
         if not isinstance(cache, Caches):
             return logits, out.cache
         draft, experts = cache.draft, cache.experts
         if self.draft is not None:
-            draft = self.draft.update_cache(params.draft, draft, paging, out, self.partition)
+            draft = self.draft.update_cache(params.draft, draft, paging, out=out, partition=self.partition)
         if experts is not None and out.experts is not None:
-            experts = kv.write_tokens(experts, paging, out.experts, self.partition)
+            experts = kv.write_tokens(experts, paging, out.experts, partition=self.partition)
         return logits, Caches(out.cache, draft, experts)
 
     def slots_shardings(self) -> Slots:

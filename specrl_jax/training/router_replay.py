@@ -36,4 +36,4 @@ def compare_experts(learner: Learner, state: RunState, batch: LearnerBatch) -> C
     rows, behaviour = jax.tree.map(lambda x: x[:: B // compared][:compared], (batch.rows, batch.behaviour))
     found = [learner.unreplayed_step(params, part) for part in learner.microbatches(rows)]
     logprobs, differing = (np.concatenate([distributed.to_host(x) for x in parts]) for parts in zip(*found))
-    return Compared(behaviour, logprobs, differing, rows.mask)
+    return Compared(behaviour, logprobs, differing, mask=rows.mask)

@@ -35,7 +35,13 @@ class DueSaves:
 
 
 def save_good(
-    checkpoints: Checkpoints, step: int, state: RunState, host: HostState, skipping: bool, accuracy: float | None = None
+    checkpoints: Checkpoints,
+    step: int,
+    state: RunState,
+    *,
+    host: HostState,
+    skipping: bool,
+    accuracy: float | None = None,
 ) -> str:
     """Start saving a step. Return "", or why it is not saved; raise RunFailed where its policy is not finite.
 
@@ -49,7 +55,7 @@ def save_good(
     """
     if skipping:
         return "its last update had no finite loss or gradient"
-    name = checkpoints.save(step, state, host, accuracy)
+    name = checkpoints.save(step, state, host, accuracy=accuracy)
     why = f"{name} has a value that is not finite" if name else ""
     if name.startswith(("policy", "reference")):
         raise RunFailed(f"step {step}: {why}; {checkpoints.kept()}")

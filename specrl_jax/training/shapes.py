@@ -46,7 +46,7 @@ def abstract_rows(learner: Learner) -> Rows:
     ids = stand_in(jax.ShapeDtypeStruct((shape[0], T * packing.ids), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     kept = KeptTokens(ids, ints) if limits.most_kept else None
-    rows = Rows(ints, ints, ints, mask, ints, kept, mask if learner.tells_drawn else None)
+    rows = Rows(ints, ints, ints, mask=mask, segments=ints, kept=kept, drawn=mask if learner.tells_drawn else None)
     if not limits.records:
         return rows
     model = learner.plan.model

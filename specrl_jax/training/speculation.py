@@ -261,9 +261,9 @@ class Guarded:
         with self._lock:
             return self._controller.unmeasured(size)
 
-    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
+    def calibrate(self, size: int, k: int, seconds: float, *, live: float) -> None:
         with self._lock:
-            self._controller.calibrate(size, k, seconds, live)
+            self._controller.calibrate(size, k, seconds, live=live)
 
     def calibrate_calls(self, size: int, seconds: float) -> None:
         with self._lock:

@@ -55,6 +55,7 @@ def timed(
     engine: Engine,
     weights: Weights,
     work: Workload,
+    *,
     lengths: DraftLengthPolicy | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[Rollouts, float]:
@@ -64,7 +65,7 @@ def timed(
         weights,
         work.prompts,
         work.samples,
-        work.seed,
+        seed=work.seed,
         on_progress=on_progress,
         lengths=lengths,
         responses=work.responses,
@@ -76,6 +77,7 @@ def measure_speedup(
     engine: Engine,
     plain: Engine,
     weights: Weights,
+    *,
     work: Workload,
     rounds: int,
     lengths: DraftLengthPolicy | None = None,
@@ -93,7 +95,9 @@ def measure_speedup(
     def tokens_per_second(which: Engine, seed: int) -> float:
         chooses = None if which is plain else lengths
         seeded = work._replace(seed=seed)
-        rollouts, seconds = distributed.together(lambda: timed(which, weights, seeded, chooses, on_progress))
+        rollouts, seconds = distributed.together(
+            lambda: timed(which, weights, seeded, lengths=chooses, on_progress=on_progress)
+        )
         return rollouts.response_length.sum() / seconds
 
     ratios = []
@@ -112,6 +116,7 @@ def speedup_metrics(
     rollout: Rollout,
     weights: Weights,
     problems: Sequence[Problem],
+    *,
     lengths: DraftLengthPolicy,
     on_progress: OnProgress,
 ) -> dict[str, float]:
@@ -120,7 +125,15 @@ def speedup_metrics(
     Nothing where `on_progress` raises Stopped before the end of the second round.
     """
     work, rounds = comparison_workload(rollout, problems), rollout.plan.config.draft.compare_rounds
-    ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, lengths, on_progress)
+    ratios = measure_speedup(
+        rollout.engine,
+        rollout.plain_engine,
+        weights,
+        work=work,
+        rounds=rounds,
+        lengths=lengths,
+        on_progress=on_progress,
+    )
     if len(ratios) < 2:
         return {}
     mean, low, high = mean_ratio(ratios)

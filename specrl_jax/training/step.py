@@ -58,6 +58,7 @@ def train_step(
     learner: Learner,
     rollout: Rollout,
     state: RunState,
+    *,
     pipeline: Pipeline,
     speculation: Speculation,
     replay: Replay | None,
@@ -86,13 +87,13 @@ def train_step(
         generated = merge_rounds(produced.rounds)
         generated.scores.require_some(f"step {step}")
         training_batch = select_groups(generated, grpo)
-        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, learner.tells_drawn)
+        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, drawn=learner.tells_drawn)
         inputs = compute_loss_inputs(learner, state, batch)
         compared = compare_experts(learner, state, batch)
     leave_if(stop)
     with clock("train"):
         state, coverage = speculation.update_vocabulary(state, training_batch.rollouts)
-        state, updates = update(learner, state, batch.rows, inputs, speculation.trains_draft(step))
+        state, updates = update(learner, state, batch.rows, inputs=inputs, train_draft=speculation.trains_draft(step))
         if replay:
             replay.add(batch.rows)
             if speculation.trains_draft(step) and not config.draft.replay_idle:

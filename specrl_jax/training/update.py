@@ -62,7 +62,7 @@ def score(learner: Learner, params: Params, rows: Rows) -> np.ndarray:
 
 
 def update(
-    learner: Learner, state: RunState, rows: Rows, inputs: LossInputs, train_draft: bool
+    learner: Learner, state: RunState, rows: Rows, *, inputs: LossInputs, train_draft: bool
 ) -> tuple[RunState, Updates]:
     """Update the policy once per epoch and minibatch, and in the first epoch the draft beside each of those updates,
     from the features of its forward, microbatch by microbatch.
@@ -72,7 +72,7 @@ def update(
     """
     grpo, policy, draft = learner.plan.config.grpo, state.policy, state.draft
     n, m = grpo.minibatches, learner.plan.config.draft.minibatches if draft else 1
-    updates = Updates([], [], None, 0.0, np.zeros(rows.tokens.shape, np.float32))
+    updates = Updates([], [], None, draft_seconds=0.0, logprobs=np.zeros(rows.tokens.shape, np.float32))
     for i in range(grpo.epochs * n):
         passes, beside = _PolicyPasses(learner, policy), None
         if draft and i < n and (train_draft or i == 0):

@@ -56,13 +56,14 @@ class RemoteEngine(Engine):
         def compile(pool: WorkerPool, on_wait: OnProgress, others: Others) -> None:
             pool.compile(params, on_wait, others)
 
-        self.process.together(params, compile, self.agree, self.agreed(lambda done, total: on_wait()))
+        self.process.together(params, compile, self.agree, on_progress=self.agreed(lambda done, total: on_wait()))
 
     def generate(
         self,
         params: Weights,
         prompts: Sequence[Sequence[int]],
         samples: int,
+        *,
         seed: int,
         first_id: int | np.ndarray = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -85,7 +86,7 @@ class RemoteEngine(Engine):
         each, count = samples + self.greedy, len(prompts)
         if not count * samples:
             raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
-        ids = rollout_ids(first_id, count, samples, each)
+        ids = rollout_ids(first_id, count, samples, each=each)
         how = continuation or Continuation()
         lookahead = how.lookahead or Lookahead([], np.zeros(0, np.int64))
         common = self._ask(samples, seed, lengths)._replace(version=how.version)
@@ -100,20 +101,21 @@ class RemoteEngine(Engine):
             dealt = deal(count, min(pool.count, count))
             later = later_of(lookahead, samples, len(dealt))
             asks = [ask(part, beside) for part, beside in zip(dealt, later, strict=True)]
-            answers = pool.run(params, asks, count * each, on_wait, others)
+            answers = pool.run(params, asks, count * each, on_wait=on_wait, others=others)
             take_texts(answers, lookahead)
             found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
             return found.take_groups(np.argsort(np.concatenate(dealt)), each)
 
         on_progress = self.agreed(on_progress)
         on_progress(0, count * each)
-        return self.process.rollouts(params, generate, self.agree, on_progress)
+        return self.process.rollouts(params, generate, self.agree, on_progress=on_progress)
 
     def begin(
         self,
         params: Weights,
         lookahead: Lookahead,
         samples: int,
+        *,
         seed: int,
         until: Callable[[], bool],
         lengths: DraftLengthPolicy | None = None,
@@ -133,11 +135,11 @@ class RemoteEngine(Engine):
         def begin(pool: WorkerPool, on_wait: OnProgress, others: Others) -> bool:
             later = later_of(lookahead, samples, min(pool.count, len(lookahead.prompts)))
             asks = [common._replace(later=part, earlier=pack_texts(lookahead.texts, part.ids)) for part in later]
-            answers = pool.run(params, asks, 0, on_wait, others, until)
+            answers = pool.run(params, asks, 0, on_wait=on_wait, others=others, until=until)
             take_texts(answers, lookahead)
             return all(answer.finished for answer in answers)
 
-        finished = self.process.together(params, begin, self.agree, lambda done, total: None)
+        finished = self.process.together(params, begin, self.agree, on_progress=lambda done, total: None)
         return bool(self.agree(int(finished or 0))[0])
 
     def _ask(self, samples: int, seed: int, lengths: DraftLengthPolicy | None) -> Ask:
@@ -168,7 +170,7 @@ def take_texts(answers: Sequence[Answer], lookahead: Lookahead) -> None:
         lookahead.texts |= unpack_texts(answer.texts)
 
 
-def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, each: int) -> np.ndarray:
+def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, *, each: int) -> np.ndarray:
     """Return [prompts x each] uint32 ids as `Engine.generate` numbers them: greedy rollouts after all samples."""
     if np.ndim(first_id):
         return np.asarray(first_id, np.uint32)

@@ -49,7 +49,19 @@ LOOK_SECONDS = 0.5
 ENOUGH_SECONDS = 0.02
 # So many workers that leave with the same rollouts end the run: an error that ends one would end them all.
 MOST_LOST = 3
-END = Ask(ENDED, [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [], NO_TEXTS, NO_LATER)
+END = Ask(
+    ENDED,
+    [],
+    NO_VERSION,
+    prompts=[],
+    samples=0,
+    seed=0,
+    ids=np.zeros(0, np.uint32),
+    drafts=CHOOSES,
+    responses=[],
+    earlier=NO_TEXTS,
+    later=NO_LATER,
+)
 
 OnProgress = Callable[[int, int], None]
 # What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
@@ -139,13 +151,14 @@ class WorkerPool:
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))
-        self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait, others)
+        self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait=on_wait, others=others)
 
     def run(
         self,
         weights: Weights,
         asks: Sequence[Ask],
         rollouts: int,
+        *,
         on_wait: OnProgress,
         others: Others = list,
         until: Callable[[], bool] = lambda: False,
@@ -160,7 +173,7 @@ class WorkerPool:
         Raises:
           WorkersFailed: what is asked cannot be generated, or no worker is left.
         """
-        call = _Call(weights, int(weights.checksum), others, until)
+        call = _Call(weights, int(weights.checksum), others, until=until)
         with self._changed:
             self._jobs.extend(_Job(call, i, ask) for i, ask in enumerate(asks))
             self._changed.notify_all()

@@ -84,6 +84,7 @@ def fetch(
     connect: Callable[[str], "TransferConnection"],
     offers: Sequence[Offer],
     shardings: Weights,
+    *,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Weights:
     """Return the offered weights on this process's devices.

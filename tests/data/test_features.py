@@ -24,10 +24,10 @@ def rows(count, seed, dtype=np.float32, features=A):
         np.where(inside, rng.integers(1, 99, (count, T)), 0).astype(np.int32),
         prompt_length,
         length,
-        inside & (np.arange(T) >= prompt_length[:, None]) & (rng.random((count, T)) < 0.3),
-        np.where(inside[..., None, None], rng.normal(size=(count, T, features, D)), 0).astype(dtype),
-        np.where(inside[..., None], rng.normal(size=(count, T, D)), 0).astype(dtype),
-        np.where(inside, rng.normal(size=(count, T)), 0).astype(np.float32),
+        environment=inside & (np.arange(T) >= prompt_length[:, None]) & (rng.random((count, T)) < 0.3),
+        aux=np.where(inside[..., None, None], rng.normal(size=(count, T, features, D)), 0).astype(dtype),
+        hidden=np.where(inside[..., None], rng.normal(size=(count, T, D)), 0).astype(dtype),
+        normaliser=np.where(inside, rng.normal(size=(count, T)), 0).astype(np.float32),
     )
 
 

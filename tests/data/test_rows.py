@@ -18,7 +18,7 @@ PAIRS = st.lists(
 @example([([7, 8], [9])], 3)  # a pair that fills the row
 def test_targets_and_mask_point_at_the_next_token(pairs, length):
     prompts, responses = zip(*pairs)
-    rows = make_rows(prompts, responses, length, PAD)
+    rows = make_rows(prompts, responses, length, pad_id=PAD)
     for array, dtype in zip((rows.tokens, rows.positions, rows.targets, rows.mask), ("i4", "i4", "i4", "?")):
         assert array.shape == (len(pairs), length) and array.dtype == np.dtype(dtype)
     for b, (prompt, response) in enumerate(pairs):
@@ -34,4 +34,4 @@ def test_targets_and_mask_point_at_the_next_token(pairs, length):
 @pytest.mark.parametrize(("prompts", "responses"), [([[1, 2, 3]], [[4, 5]]), ([[1], [2]], [[3]])])
 def test_a_pair_that_is_too_long_or_lacks_a_half_is_an_error(prompts, responses):
     with pytest.raises(ValueError):
-        make_rows(prompts, responses, 4, PAD)
+        make_rows(prompts, responses, 4, pad_id=PAD)

@@ -90,7 +90,14 @@ def admitted(worth, budget):
 
 def admission_of(confidence, budget, shards=1, drafted=None):
     B, k = confidence.shape
-    draft = Draft(jnp.zeros((B, k), jnp.int32), None, jnp.zeros(B, bool), None, drafted, confidence)
+    draft = Draft(
+        jnp.zeros((B, k), jnp.int32),
+        None,
+        jnp.zeros(B, bool),
+        vocab_map=None,
+        num_drafted=drafted,
+        confidence=confidence,
+    )
     return admit(slots_of(B, shards), draft, budget).admitted
 
 
@@ -200,7 +207,7 @@ def test_copied_drafts_are_worth_what_the_rows_earlier_ones_were(argmax):
     confidence = jnp.array([[0.9, 0.9], [0.1, 0.1]])
     logits = None if argmax else jnp.zeros((2, 2, V))
     copied = jnp.ones(2, bool) if argmax else jnp.array([False, True])
-    draft = Draft(jnp.zeros((2, 2), jnp.int32), logits, copied, None, None, confidence)
+    draft = Draft(jnp.zeros((2, 2), jnp.int32), logits, copied, vocab_map=None, num_drafted=None, confidence=confidence)
     slots = slots_of(2)
     kept = jnp.full_like(slots.drafted, 50)  # all earlier drafts
     slots = dataclasses.replace(slots, drafted=kept, accepted=kept)

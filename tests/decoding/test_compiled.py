@@ -98,7 +98,9 @@ def test_compile_all_tells_of_every_program_once(compiled):
 def test_programs_are_few():
     """Three sizes, six lengths: at most 24."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 7, 1.0)
-    run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=SEVEN)
+    run = toys.stateful_engine(
+        EngineConfig(64, 3, 8, chunk=4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=SEVEN
+    )
     assert len(run.compiled.all()) == 22 <= 24
     assert set(run.compiled.all()) >= {Program("decode", size, k) for size in (64, 16, 4) for k in SEVEN}
 
@@ -111,7 +113,9 @@ def test_programs_are_few():
 def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes):
     """A smaller batch never decodes in the larger ones. Nothing is left to compile while the call runs."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
-    run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
+    run = toys.stateful_engine(
+        EngineConfig(64, 3, 8, chunk=4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3)
+    )
     told, at_once = [], []
     run.compiled.on_program = lambda program, seconds: told.append(program)
     compile_all = run.compiled.compile_all
@@ -126,7 +130,9 @@ def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes)
 @pytest.mark.parametrize("rollouts", [65, 16])
 def test_in_a_training_run_a_call_waits_for_what_its_first_chunk_runs(rollouts):
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
-    run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
+    run = toys.stateful_engine(
+        EngineConfig(64, 3, 8, chunk=4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3)
+    )
     run.compiled.beside, begun, told = True, [], []
     run.compiled.on_begin = lambda programs: begun.append(list(programs))
     run.compiled.on_program = lambda program, seconds: told.append(program)
@@ -139,7 +145,7 @@ def test_in_a_training_run_a_call_waits_for_what_its_first_chunk_runs(rollouts):
 def test_a_call_that_is_stopped_while_it_compiles_leaves_before_the_next_program(monkeypatch):
     functions = uncompiled(monkeypatch, lambda program, params: Waits(threading.Barrier(1)))
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
-    run = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 3))
+    run = toys.stateful_engine(EngineConfig(4, 3, 8, chunk=4), Sampling(), (99,), drafter, lengths=(0, 3))
     run, told = dataclasses.replace(run, compiled=functions), []
     functions.on_program = lambda program, seconds: told.append(program)
 
@@ -166,7 +172,9 @@ class Waits:
 def uncompiled(monkeypatch, lower):
     """Return the functions of an engine of four programs on two cores, lowered by `lower`."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
-    functions = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 3)).compiled
+    functions = toys.stateful_engine(
+        EngineConfig(4, 3, 8, chunk=4), Sampling(), (99,), drafter, lengths=(0, 3)
+    ).compiled
     assert len(functions.all()) == 4
     monkeypatch.setattr(functions, "lower", lower)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -217,7 +225,7 @@ def draft_bytes(kind):
 @pytest.mark.parametrize("kind", ["none", "eagle3", "mtp"])
 def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
     """L * 2 * B * S * K * H * 4 bytes of the target in models.cache.KVCache, the draft's, and at most a tenth more."""
-    limits = EngineConfig(32, 200, 300, 8)
+    limits = EngineConfig(32, 200, 300, chunk=8)
     engine, _ = engine_and_weights(kind, 3, limits, Sampling())
     slots, _ = jax.eval_shape(engine.compiled.describe(Program("empty", 32), None)[0])
     target = 4 * MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim
@@ -233,7 +241,7 @@ def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
 @pytest.mark.parametrize("kind, k", [("none", 0), ("eagle3", 3)])
 def test_the_caches_are_updated_in_place(kind, k):
     """A long one: donated and aliased, with temporaries that are small beside it."""
-    limits = EngineConfig(32, 1000, 1000, 8)
+    limits = EngineConfig(32, 1000, 1000, chunk=8)
     engine, weights = engine_and_weights(kind, k, limits, Sampling())
     program = engine.compiled.get(Program("decode", 32, k), weights)
     slots, _ = jax.eval_shape(engine.compiled.describe(Program("empty", 32), None)[0])
@@ -263,7 +271,7 @@ def test_what_is_wanted_later_is_compiled_beside_the_rollouts_and_who_wants_it_s
 @pytest.mark.slow
 def test_a_batch_stays_large_while_the_programs_of_a_smaller_one_compile():
     """Under a controller, which follows the clock in any case."""
-    run = toys.toy_engine(EngineConfig(8, 3, 8, 1, sizes=(2,)), Sampling(), (99,))
+    run = toys.toy_engine(EngineConfig(8, 3, 8, chunk=1, sizes=(2,)), Sampling(), (99,))
     run.compiled.beside = run.compiled.stays_large = True
     run.compiled.begin_next = lambda *_: None  # still compiling
     first = run.generate(TARGET, PROMPTS[:8], 1, seed=3, responses=[8, *[2] * 7])
@@ -277,7 +285,7 @@ def test_a_batch_stays_large_while_the_programs_of_a_smaller_one_compile():
 @pytest.mark.slow
 def test_a_controller_is_not_asked_before_the_programs_that_it_chooses_from_are_there():
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
-    run = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 1, 3))
+    run = toys.stateful_engine(EngineConfig(4, 3, 8, chunk=4), Sampling(), (99,), drafter, lengths=(0, 1, 3))
     controller, run.compiled.beside = run.controller(begins=3), True
     first = run.generate(TARGET, PROMPTS, 4, seed=3, lengths=controller)
     assert {chunk.k for chunk in first.chunks} == {3} and controller.unmeasured(4) == [0, 1, 3]

@@ -35,7 +35,7 @@ MODEL = dataclasses.replace(qwen3.preset("qwen3_8b"), layers=4)
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000)),
     "peagle": PEagleDraft(peagle.peagle_config(MODEL, 2, 32_000)),
-    "dspark": BlockDraft(block.block_config(MODEL, 7, 2, 32_000, markov=True), "deepspec"),
+    "dspark": BlockDraft(block.block_config(MODEL, 7, 2, draft_vocab=32_000, markov=True), "deepspec"),
 }
 BF16 = jnp.dtype("bfloat16")
 B, PAGE, LIVE, LIMIT = 32, 64, 2_560, 10_240  # LIVE: tokens of each row
@@ -55,13 +55,15 @@ def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier="")
     count = copies * tensor
     mesh = make_mesh({"fsdp": copies, "tensor": tensor}, targets.devices(platform, count)[:count])
     partition = partitioner(mesh, ROLLOUT)
-    limits = EngineConfig(B * copies, 2048, LIMIT - 2048, 64, sizes=(8 * copies,), prefill_rows=8, page_tokens=PAGE)
+    limits = EngineConfig(
+        B * copies, 2048, LIMIT - 2048, chunk=64, sizes=(8 * copies,), prefill_rows=8, page_tokens=PAGE
+    )
     limits = dataclasses.replace(limits, prefill_tokens=512, budget=budget, earlier=earlier)
     limits = dataclasses.replace(limits, pages=B * LIVE // PAGE + limits.fewest_pages)
-    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
+    config = InferenceConfig(Sampling(), limits, 0, dtype=BF16, cache_dtype=BF16, compute_dtype=BF16)
     draft = DRAFTS[kind] if k else None
-    drafter = draft.drafter(DrafterConfig(k, config.sampling, BF16, partition)) if draft else NO_DRAFTER
-    made = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
+    drafter = draft.drafter(DrafterConfig(k, config.sampling, BF16, partition=partition)) if draft else NO_DRAFTER
+    made = make_rollout_engine(MODEL, draft, drafter, config=config, tokenizer=CharTokenizer(), partition=partition)
     return made, inference_weights(MODEL, draft, BF16, partition)
 
 
@@ -101,9 +103,18 @@ def test_a_single_row_is_multiplied_as_a_matrix(monkeypatch):
 
     def temporaries(least):
         monkeypatch.setitem(LEAST_TOKENS, "gpu", least)
-        config = InferenceConfig(Sampling(), EngineConfig(1, 64, 64, 8, page_tokens=PAGE), 0, BF16, BF16, BF16)
+        config = InferenceConfig(
+            Sampling(),
+            EngineConfig(1, 64, 64, chunk=8, page_tokens=PAGE),
+            0,
+            dtype=BF16,
+            cache_dtype=BF16,
+            compute_dtype=BF16,
+        )
         partition = partitioner(make_mesh({}, targets.devices("cuda", 1)[:1]), ROLLOUT)
-        made = make_rollout_engine(model, None, NO_DRAFTER, config, CharTokenizer(), partition)
+        made = make_rollout_engine(
+            model, None, NO_DRAFTER, config=config, tokenizer=CharTokenizer(), partition=partition
+        )
         lowered = made.compiled.lower(Program("decode", 1), inference_weights(model, None, BF16, partition))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 

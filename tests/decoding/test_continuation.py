@@ -31,13 +31,13 @@ def stopped_and_continued(engine, tables, counts):
     begun, calls = None, []
     for table, count, version in itertools.zip_longest(tables, counts, VERSIONS[: len(tables)], fillvalue=10**6):
         how = Continuation(version, begun=begun, enough=until(count))
-        begun = engine.generate(table, PROMPTS, SAMPLES, SEED, continuation=how)
+        begun = engine.generate(table, PROMPTS, SAMPLES, seed=SEED, continuation=how)
         calls.append(begun)
     return calls
 
 
 def plain(engine, table, **more):
-    return engine.generate(table, PROMPTS, SAMPLES, SEED, **more)
+    return engine.generate(table, PROMPTS, SAMPLES, seed=SEED, **more)
 
 
 LIMITS = {"": {}, "few pages": {"pages": 16, "page_tokens": 4}, "sizes": {"sizes": (2,)}, "parity": {"width": 4}}
@@ -125,7 +125,7 @@ def assert_pieces(found, tables):
             begins = [(found.token_version[row, part] < version).sum() for row, part in parts(found)]
             ends = [part.start + n for (_, part), n in zip(parts(found), begins, strict=True)]
             prompts = [found.tokens[row, :end].tolist() for row, end in enumerate(ends)]
-            drawn = engine.generate(table, prompts, 1, SEED)
+            drawn = engine.generate(table, prompts, 1, seed=SEED)
             for (row, part), n, prompt in zip(parts(found), begins, prompts, strict=True):
                 own = part.start + n + (found.token_version[row, part] == version).sum() - len(prompt)
                 np.testing.assert_array_equal(

@@ -76,13 +76,24 @@ class Machine:
 
 
 def observe(controller, size, k, seconds, iterations, verifications, accepted, switch_seconds=0.0, live=LIVE):
-    controller.observe(DecodeChunk(size, k, seconds, iterations, verifications, switch_seconds, live), accepted)
+    controller.observe(
+        DecodeChunk(
+            size,
+            k,
+            seconds,
+            iterations=iterations,
+            verifications=verifications,
+            switch_seconds=switch_seconds,
+            live=live,
+        ),
+        accepted,
+    )
 
 
 def calibrated(machine, lengths=LENGTHS, **options):
     controller = Controller(lengths, (SIZE,), **options)
     for k in controller.unmeasured(SIZE):
-        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), LIVE)
+        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), live=LIVE)
     return controller
 
 
@@ -247,7 +258,7 @@ def test_recovers_from_a_calibration_that_was_wrong(wrong, factor):
     """Of any one length, by any factor: probes and use put it right."""
     machine = Machine(COSTS["paper, Think"], ACCEPTANCE["paper, Think"], seed=8)
     controller = calibrated(machine)
-    controller.calibrate(SIZE, wrong, factor * AR_SECONDS * machine.costs[wrong], LIVE)
+    controller.calibrate(SIZE, wrong, factor * AR_SECONDS * machine.costs[wrong], live=LIVE)
     drive(controller, machine, chunks=2000)
     share, _ = drive(controller, machine, chunks=300)
     assert share >= 0.97
@@ -260,7 +271,7 @@ def test_lengths_near_the_best_are_tried_once_on_the_initial_budget(seed):
     def share(**options):
         machine = Machine(COSTS["paper, Think"], ACCEPTANCE["paper, Think"], seed=seed, rows=16, chunk=16)
         controller = calibrated(machine, **options)
-        controller.calibrate(SIZE, 7, 0.4 * AR_SECONDS * machine.costs[7], LIVE)
+        controller.calibrate(SIZE, 7, 0.4 * AR_SECONDS * machine.costs[7], live=LIVE)
         drive(controller, machine, chunks=20)
         return drive(controller, machine, chunks=40)[0]
 
@@ -285,8 +296,21 @@ def test_the_last_draft_of_a_short_text_goes_beyond_its_end():
     def chosen(tokens, finished):
         controller = Controller((0, 3, 7), (SIZE,), probe_budget=0.0, initial_budget=0.0)
         for k, seconds in ((0, 1.0), (3, 1.0), (7, 1.8)):
-            controller.calibrate(SIZE, k, seconds, LIVE)
-        controller.observe(DecodeChunk(SIZE, 7, 1800.0, 1000, 10_000, 0.0, LIVE, tokens, finished), [10_000] * 7)
+            controller.calibrate(SIZE, k, seconds, live=LIVE)
+        controller.observe(
+            DecodeChunk(
+                SIZE,
+                7,
+                1800.0,
+                iterations=1000,
+                verifications=10_000,
+                switch_seconds=0.0,
+                live=LIVE,
+                tokens=tokens,
+                finished=finished,
+            ),
+            [10_000] * 7,
+        )
         return controller.choose(SIZE, SIZE, LIVE).k
 
     assert chosen(tokens=80_000, finished=80) == 7
@@ -298,8 +322,8 @@ def test_no_length_is_charged_for_the_seconds_of_a_call():
     found = []
     for iterations in (1, 30):
         controller = Controller((0, 1), (SIZE,))
-        controller.calibrate(SIZE, 0, 0.010, LIVE)
-        controller.calibrate(SIZE, 1, 0.012, LIVE)
+        controller.calibrate(SIZE, 0, 0.010, live=LIVE)
+        controller.calibrate(SIZE, 1, 0.012, live=LIVE)
         controller.calibrate_calls(SIZE, 0.008)
         for k, seconds in ((1, 0.016), (0, 0.010)) * 9:
             observe(controller, SIZE, k, 0.008 + iterations * seconds, iterations, 32 * iterations, [16 * iterations])
@@ -313,7 +337,7 @@ def test_lengths_that_not_all_are_verified_of_are_counted_apart():
     controller = Controller((0, 2, 7), (8, 2), budget=6)
     for size in (8, 2):
         for k, seconds in ((0, 0.010), (2, 0.012), (7, 0.014)):
-            controller.calibrate(size, k, seconds, LIVE)
+            controller.calibrate(size, k, seconds, live=LIVE)
     assert controller._tokens(2) == [1, 3, 4], "at most, while nothing is known"
     for _ in range(20):
         observe(controller, 2, 2, 0.12, 10, 2000, [1900, 1800, 0, 0, 0, 0, 0])
@@ -371,7 +395,7 @@ def long_steps(reads, ratio, seed, steps):
     machine = LongMachine(reads, ratio, seed)
     controller = Controller(LENGTHS, (SIZE,))
     for k in LENGTHS:
-        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), 50.0)
+        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), live=50.0)
     return [machine.step(controller) for _ in range(steps)]
 
 
@@ -394,8 +418,8 @@ def test_drafts_grow_with_the_live_tokens_in_every_step():
 
 def test_a_live_token_adds_the_same_to_lengths_that_did_not_run():
     controller = Controller((0, 3), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010, 100.0)
-    controller.calibrate(SIZE, 3, 0.030, 100.0)
+    controller.calibrate(SIZE, 0, 0.010, live=100.0)
+    controller.calibrate(SIZE, 3, 0.030, live=100.0)
     for live in range(100, 1700, 100):
         seconds = 0.010 + 1e-6 * SIZE * (live - 100)
         observe(controller, SIZE, 0, 32 * seconds, 32, 32 * SIZE, [0, 0, 0], live=live)
@@ -405,7 +429,7 @@ def test_a_live_token_adds_the_same_to_lengths_that_did_not_run():
 
 def test_a_pause_is_no_slope():
     controller = Controller((0, 3), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010, 100.0)
+    controller.calibrate(SIZE, 0, 0.010, live=100.0)
     for t, live in enumerate(range(100, 4000, 100)):
         observe(controller, SIZE, 0, 0.32 * (3 if t % 7 == 6 else 1), 32, 32 * SIZE, [0, 0, 0], live=live)
     assert controller.cost(SIZE, 0, SIZE * 4000) == pytest.approx(0.010)
@@ -428,8 +452,8 @@ def test_probes_lose_no_more_than_their_budget(costs):
 def two_lengths():
     """Drafting one token takes half as long again; there is no initial probe budget."""
     controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
-    controller.calibrate(SIZE, 0, 0.010, LIVE)
-    controller.calibrate(SIZE, 1, 0.015, LIVE)
+    controller.calibrate(SIZE, 0, 0.010, live=LIVE)
+    controller.calibrate(SIZE, 1, 0.015, live=LIVE)
     return controller
 
 
@@ -476,7 +500,7 @@ def test_a_probe_is_short_and_longer_where_few_rows_run():
     """Enough iterations for 64 verifications, at least 4, at most 32."""
     controller = Controller(LENGTHS, (SIZE,))
     for k in LENGTHS:
-        controller.calibrate(SIZE, k, 0.005, LIVE)
+        controller.calibrate(SIZE, k, 0.005, live=LIVE)
     assert [controller.choose(SIZE, running, LIVE).iterations for running in (128, 16, 8, 1)] == [4, 4, 8, 32]
 
 
@@ -499,7 +523,7 @@ def test_the_length_in_use_is_not_charged_for_a_switch_between_batch_sizes():
     controller = Controller((0, 3), (128, 32))
     for size in (128, 32):
         for k, seconds in ((0, 0.010), (3, 0.012)):
-            controller.calibrate(size, k, seconds, LIVE)
+            controller.calibrate(size, k, seconds, live=LIVE)
 
     def budget():
         return controller.state()["per_size"][1]["purse"][1]
@@ -571,17 +595,17 @@ def test_costs_not_measured_are_interpolated():
     controller = Controller(LENGTHS, (8, SIZE))
     assert math.isnan(controller.cost(8, 3, LIVE)) and controller.choose(8, 8, LIVE) == Choice(0, None)
     assert controller.unmeasured(8) == list(LENGTHS)
-    controller.calibrate(8, 0, 0.010, LIVE)
+    controller.calibrate(8, 0, 0.010, live=LIVE)
     assert controller.cost(8, 7, LIVE) == pytest.approx(0.010), "one alone: optimistic, so that it is tried"
-    controller.calibrate(8, 5, 0.020, LIVE)
+    controller.calibrate(8, 5, 0.020, live=LIVE)
     assert [controller.cost(8, k, LIVE) for k in (0, 1, 5, 7)] == pytest.approx([0.010, 0.012, 0.020, 0.024])
     assert controller.unmeasured(8) == [1, 2, 3, 7] and controller.unmeasured(SIZE) == list(LENGTHS)
 
 
 def test_costs_follow_and_shrug_off_pauses():
     controller = Controller((0, 3), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010, LIVE)
-    controller.calibrate(SIZE, 3, 0.030, LIVE)
+    controller.calibrate(SIZE, 0, 0.010, live=LIVE)
+    controller.calibrate(SIZE, 3, 0.030, live=LIVE)
     for t in range(30):
         observe(controller, SIZE, 0, 0.32 * (3 if t % 5 == 0 else 1), 32, 1024, [0, 0, 0])
     assert [controller.cost(SIZE, k, LIVE) for k in (0, 3)] == pytest.approx([0.010, 0.030])
@@ -596,8 +620,8 @@ def test_the_length_in_use_is_left_only_for_a_better_one():
         controller = Controller((0, 2), (SIZE,), hysteresis=0.03, initial_budget=0.0)
         for ratio in (0.5, 1.0) if current == 2 else (2.0, 1.0):
             c_2 = 0.030 * ratio * (gain if current == 2 else 1 / gain) ** (ratio == 1.0)
-            controller.calibrate(SIZE, 0, 0.010, LIVE)
-            controller.calibrate(SIZE, 2, c_2, LIVE)
+            controller.calibrate(SIZE, 0, 0.010, live=LIVE)
+            controller.calibrate(SIZE, 2, c_2, live=LIVE)
             k = controller.choose(SIZE, SIZE, LIVE).k
         return k
 
@@ -607,8 +631,8 @@ def test_the_length_in_use_is_left_only_for_a_better_one():
 
 def test_drafts_that_add_nothing_are_not_chosen_for_a_cost_that_looks_lower():
     controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
-    controller.calibrate(SIZE, 0, 0.010, LIVE)
-    controller.calibrate(SIZE, 1, 0.009, LIVE)
+    controller.calibrate(SIZE, 0, 0.010, live=LIVE)
+    controller.calibrate(SIZE, 1, 0.009, live=LIVE)
     observe(controller, SIZE, 1, 0.009, 1, 10_000, [100])
     assert controller.choose(SIZE, SIZE, LIVE) == Choice(0, None)
 
@@ -625,7 +649,17 @@ def test_restored_it_continues_identically():
     drive(one, machine, chunks=100)
     drive(two, twin, chunks=100)
     for controller in (one, two):  # texts end, as the machine's never do
-        chunk = DecodeChunk(SIZE, LENGTHS[-1], 1.0, 32, 32 * SIZE, 0.0, LIVE, tokens=60 * SIZE, finished=SIZE)
+        chunk = DecodeChunk(
+            SIZE,
+            LENGTHS[-1],
+            1.0,
+            iterations=32,
+            verifications=32 * SIZE,
+            switch_seconds=0.0,
+            live=LIVE,
+            tokens=60 * SIZE,
+            finished=SIZE,
+        )
         controller.observe(chunk, [SIZE] * LENGTHS[-1])
     two = Controller.restore(json.loads(json.dumps(two.state())))
     assert two.state() == one.state()
@@ -666,6 +700,6 @@ def test_lengths_ascend_from_plain_decoding(lengths):
 
 def test_without_a_drafter_there_is_one_length():
     controller = Controller((0,), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010, LIVE)
+    controller.calibrate(SIZE, 0, 0.010, live=LIVE)
     observe(controller, SIZE, 0, 0.32, 32, 1024, [])
     assert controller.choose(SIZE, SIZE, LIVE) == Choice(0, None) and controller._tokens(SIZE) == [1]

@@ -28,9 +28,9 @@ def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **s
     """Generate three rollouts for each of 36 prompts, over several refills; they end at the limit or before."""
     cell = Cell(drafter, "coupled", 1.0, 0, 0.9, "may end", "inside")
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
-    limits = EngineConfig(num_slots, 3, LONGEST, chunk, **lookup, **sizes)
+    limits = EngineConfig(num_slots, 3, LONGEST, chunk=chunk, **lookup, **sizes)
     with jax.enable_x64(True):
-        run = make_engine(cell, limits, k, np.float64, lengths=programs)
+        run = make_engine(cell, limits, k, prompt_shardings=np.float64, lengths=programs)
         history = history_of(PROMPTS, LONGEST, V - 1)
         return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, history=history)
 
@@ -86,7 +86,7 @@ def test_drafts_of_the_target_itself_are_always_kept():
     endless, sampling = TARGET - 50 * np.eye(V, dtype=np.float32)[V - 1], Sampling(rule="coupled")
     for rule, kept in (("coupled", True), ("rejection", False)):
         drafter = toys.stateful_drafter(endless, 2, 1.0, rule=rule)
-        run = toys.stateful_engine(EngineConfig(36, 3, LONGEST, 100), sampling, (99,), drafter)
+        run = toys.stateful_engine(EngineConfig(36, 3, LONGEST, chunk=100), sampling, (99,), drafter)
         out = run.generate(endless, PROMPTS, 1, seed=5)
         assert (out.accepted == out.drafted).all() == kept
 

@@ -24,7 +24,7 @@ def drawn(logits=LOGITS, temperature=1.0, vocab_map=None, offset=1, seed=3, roll
     ids = jnp.arange(N, dtype=jnp.uint32) if rollout_ids is None else jnp.asarray(rollout_ids, jnp.uint32)
     noise = Noise(jnp.uint32(seed), ids, jnp.full(ids.shape, position, jnp.int32))
     logits = jnp.broadcast_to(jnp.asarray(logits), (len(ids), np.shape(logits)[-1]))
-    return np.asarray(sample_draft(noise, logits, offset, vocab_map, Sampling(temperature)))
+    return np.asarray(sample_draft(noise, logits, offset, vocab_map=vocab_map, sampling=Sampling(temperature)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])

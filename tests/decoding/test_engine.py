@@ -35,7 +35,7 @@ PROMPTS = [[1, 2], [2], [1, 1, 2, 0], [0, 1, 1], [2, 2, 2, 2]]
 
 
 def limits(num_slots=10, max_prompt_tokens=4, max_response_tokens=8, chunk=3):
-    return EngineConfig(num_slots, max_prompt_tokens, max_response_tokens, chunk)
+    return EngineConfig(num_slots, max_prompt_tokens, max_response_tokens, chunk=chunk)
 
 
 def engine(sampling=Sampling(), drafter=toys.NO_DRAFTER, **sizes):  # noqa: B008 (frozen)
@@ -422,11 +422,11 @@ def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
 
     def refilled(params, slots, carried, batch):
         prefilled.append(int((batch.length > 0).sum()))
-        return refill(params, slots, carried, batch)
+        return refill(params, slots, carried, batch=batch)
 
     run.compiled.empty, run.compiled.refill = empty, refilled
     before, lengths = buffers(), Controller((0, 1), (4, 2))
-    calibration.calibrate(run, TABLE, PROMPTS, 2, lengths, 0, lambda: None)
+    calibration.calibrate(run, TABLE, PROMPTS, samples=2, lengths=lengths, seed=0, after_chunk=lambda: None)
     assert not lengths.unmeasured(4) and not lengths.unmeasured(2)
     assert set(held) == {before} and set(prefilled) == {2}, "one batch at a time, of two groups of two"
     assert len(held) == len(prefilled) and (len(held) == 1) == (longest == 300)
@@ -439,13 +439,15 @@ def test_calibration_counts_the_tokens_of_rows_that_run():
     class Told(Controller):
         def calibrate(self, size, k, seconds, live):
             told.append(size * live)
-            super().calibrate(size, k, seconds, live)
+            super().calibrate(size, k, seconds, live=live)
 
     told: list[float] = []
     sizes = EngineConfig(4, 8, 8, chunk=16, page_tokens=2)
     sizes = dataclasses.replace(sizes, pages=sizes.fewest_pages)
     run = toys.toy_engine(sizes, Sampling(), (), PAD, toys.toy_drafter(DRAFT_TABLE, 1, 1.0))
-    calibration.calibrate(run, TABLE, [[1, 2] * 4], 1, Told((0, 1), (4,)), 0, lambda: None)
+    calibration.calibrate(
+        run, TABLE, [[1, 2] * 4], samples=1, lengths=Told((0, 1), (4,)), seed=0, after_chunk=lambda: None
+    )
     assert len(told) == 2 and all(8 <= tokens <= sizes.pages * sizes.page_tokens for tokens in told)
 
 
@@ -812,7 +814,7 @@ def test_a_length_that_the_drafter_does_not_have_is_refused(k):
 def test_another_temperature_compiles_nothing_and_draws_what_an_engine_of_its_own_draws(rule, truncated):
     """Of the same noise, to the last bit; with top-k up to the engine's and with top-p. Greedy rows too."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 3, None, rule=rule)
-    config, prompts = EngineConfig(6, 3, 8, 4), [[1, 2], [3], [2, 5]]
+    config, prompts = EngineConfig(6, 3, 8, chunk=4), [[1, 2], [3], [2, 5]]
 
     def engine(sampling):
         own = toys.stateful_drafter(toys.make_table(6, V), 3, sampling.temperature, rule=rule)

@@ -44,10 +44,10 @@ def compiled(kind, B, layers, quantize="none"):
     if not targets.installed("cuda"):
         pytest.skip("requirements-aot.txt is not installed")
     partition = partitioner(make_mesh({"tensor": 1}, targets.devices("cuda")[:1]), ROLLOUT)
-    limits = EngineConfig(B, 512, 1536, 64, sizes=(8,), prefill_rows=8, page_tokens=64, prefill_tokens=512)
+    limits = EngineConfig(B, 512, 1536, chunk=64, sizes=(8,), prefill_rows=8, page_tokens=64, prefill_tokens=512)
     model = dataclasses.replace(MODEL, layers=layers)
-    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16, quantize)
-    made = make_rollout_engine(model, None, NO_DRAFTER, config, CharTokenizer(), partition)
+    config = InferenceConfig(Sampling(), limits, 0, dtype=BF16, cache_dtype=BF16, compute_dtype=BF16, quantize=quantize)
+    made = make_rollout_engine(model, None, NO_DRAFTER, config=config, tokenizer=CharTokenizer(), partition=partition)
     weights = inference_weights(model, None, BF16, partition, quantize)
     return made.compiled.lower(Program(kind, B, 0), weights).compile(), made.config.shard_pages
 

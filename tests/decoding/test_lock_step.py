@@ -73,7 +73,7 @@ def run():
 def test_all_run_the_chunks_that_the_first_one_chose(run):
     messages, lengths = Messages(), [Erratic(1), Erratic(2)]
     found = [
-        dataclasses.replace(run, agree=agree).generate(TABLE, PROMPTS, 3, 0, lengths=chooses)
+        dataclasses.replace(run, agree=agree).generate(TABLE, PROMPTS, 3, seed=0, lengths=chooses)
         for agree, chooses in zip((messages.send, messages.receive), lengths)
     ]
     assert lengths[0].chunks == lengths[1].chunks and len({k for _, k, _ in lengths[0].chunks}) > 1
@@ -85,7 +85,7 @@ def test_all_run_the_chunks_that_the_first_one_chose(run):
 def test_a_chunk_takes_about_ten_bytes(run):
     """Eight say what is drafted, one each before and after whether to stop; more where rows only wait for pages."""
     messages = Messages()
-    found = dataclasses.replace(run, agree=messages.send).generate(TABLE, PROMPTS, 3, 0)
+    found = dataclasses.replace(run, agree=messages.send).generate(TABLE, PROMPTS, 3, seed=0)
     chosen = [values for values in messages.sent if len(values) == 2]
     assert len(chosen) == len(found.chunks)
     assert messages.bytes == 8 * len(chosen) + len(messages.sent) - len(chosen) <= 12 * len(found.chunks)
@@ -103,7 +103,9 @@ def test_only_the_first_ones_stop_ends_a_call(run):
     messages, seen = Messages(), ([], [])
     for agree, looks, of in zip((messages.send, messages.receive), (5, 2), seen):
         with pytest.raises(Stopped):
-            dataclasses.replace(run, agree=agree).generate(TABLE, PROMPTS, 3, 0, on_progress=stops_after(looks, of))
+            dataclasses.replace(run, agree=agree).generate(
+                TABLE, PROMPTS, 3, seed=0, on_progress=stops_after(looks, of)
+            )
     assert seen[0] == seen[1] and len(seen[0]) == 5
 
 
@@ -112,6 +114,6 @@ def test_rollouts_that_begin_early_give_way_where_the_first_one_does(run):
     for agree, chunks in zip((messages.send, messages.receive), (2, 9)):
         asked, later = iter(range(chunks)), Lookahead(PROMPTS, np.arange(4 * 3))
         until = lambda asked=asked: next(asked, None) is None  # noqa: E731
-        assert not dataclasses.replace(run, agree=agree).begin(TABLE, later, 3, 0, until)
+        assert not dataclasses.replace(run, agree=agree).begin(TABLE, later, 3, seed=0, until=until)
         texts.append({number: text.tolist() for number, text in later.texts.items()})
     assert texts[0] == texts[1] and texts[0]

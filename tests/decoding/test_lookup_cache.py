@@ -43,7 +43,7 @@ def test_inserting_replaces_whole_groups_and_drops_those_of_no_number(seed):
     for i in range(P):
         if group[i] < C:
             wanted.tokens[group[i]], wanted.length[group[i]] = tokens[i], length[i]
-    assert_equal(insert(on_device(lookup_cache), group, jnp.array(tokens), jnp.array(length)), wanted)
+    assert_equal(insert(on_device(lookup_cache), group, jnp.array(tokens), length=jnp.array(length)), wanted)
 
 
 @given(seeds)
@@ -64,8 +64,11 @@ def test_appending_equals_a_loop_over_tokens(seed):
         for position, token in zip(positions[b], tokens[b], strict=True):
             if position < S:
                 wanted.tokens[group[b], sequence[b], position] = token
-    rows = (jnp.array(x, jnp.int32) for x in (group, sequence, positions, tokens, length))
-    assert_equal(append(on_device(lookup_cache), *rows), wanted)
+    group, sequence, positions, tokens, length = (
+        jnp.array(x, jnp.int32) for x in (group, sequence, positions, tokens, length)
+    )
+    found = append(on_device(lookup_cache), group, sequence, positions=positions, tokens=tokens, length=length)
+    assert_equal(found, wanted)
 
 
 def test_recording_in_a_loop_writes_in_place():
@@ -75,7 +78,14 @@ def test_recording_in_a_loop_writes_in_place():
 
     def body(i, lookup_cache):
         rows = jnp.arange(2)
-        return append(lookup_cache, rows, rows, jnp.broadcast_to(i, (2, 1)), jnp.broadcast_to(i, (2, 1)), rows + i)
+        return append(
+            lookup_cache,
+            rows,
+            rows,
+            positions=jnp.broadcast_to(i, (2, 1)),
+            tokens=jnp.broadcast_to(i, (2, 1)),
+            length=rows + i,
+        )
 
     loop = jax.jit(lambda lookup_cache, n: jax.lax.fori_loop(0, n, body, lookup_cache), donate_argnums=0)
     memory = loop.lower(large, jnp.int32(5)).compile().memory_analysis()

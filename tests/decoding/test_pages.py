@@ -157,7 +157,7 @@ SAMPLES = 3
 
 def run(num_slots=15, rule="coupled", table=ENDLESS, **sizes):
     """Return the rollouts, and the names of the parking programs that ran."""
-    limits = EngineConfig(num_slots, 4, LONGEST, 3, **sizes)
+    limits = EngineConfig(num_slots, 4, LONGEST, chunk=3, **sizes)
     drafter = toys.stateful_drafter(NEARLY, 2, 0.8, rule=rule)
     engine = toys.stateful_engine(limits, Sampling(0.8, rule=rule), (3,), drafter)
     parked = watched(engine)
@@ -183,7 +183,7 @@ EACH = [(1, 0.2), (16, 0.5)]
 @pytest.mark.parametrize("rule", slow_but(["coupled"], ["coupled", "rejection"]))
 def test_rollouts_are_the_same_with_fewer_pages_than_they_want(rule, page_tokens, part):
     """Rows are parked on the host and come back bit for bit: even under `rejection` the tokens are the same."""
-    fewest = EngineConfig(15, 4, LONGEST, 3, page_tokens=page_tokens).fewest_pages
+    fewest = EngineConfig(15, 4, LONGEST, chunk=3, page_tokens=page_tokens).fewest_pages
     pages_there = max(int(part * wanted(page_tokens)), fewest)
     out, parked = run(rule=rule, page_tokens=page_tokens, pages=pages_there)
     for field in dataclasses.fields(out):
@@ -207,7 +207,7 @@ def test_shards_with_few_pages_each_decode_what_one_with_room_does(k):
     drafter = toys.toy_drafter(LAST, k, 0.8, "coupled") if k else toys.NO_DRAFTER
     found = []
     for devices, sizes in ((1, {}), (8, {"page_tokens": 1, "pages": 45})):
-        limits = EngineConfig(32, 4, LONGEST, 3, **sizes)
+        limits = EngineConfig(32, 4, LONGEST, chunk=3, **sizes)
         engine = toys.toy_engine(limits, Sampling(0.8, rule="coupled"), (3,), drafter=drafter, devices=devices)
         parked = watched(engine)
         found.append(engine.generate(ENDLESS, PROMPTS, 8, seed=3))

@@ -70,7 +70,7 @@ def fields_of(cell, rollouts):
 @pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(str(value).replace(" ", "_") for value in cell))
 def test_rollouts_are_those_with_room_for_all(cell):
-    sizes = EngineConfig(SLOTS, LONGEST_PROMPT, cell.limit, 3, page_tokens=cell.page_tokens)
+    sizes = EngineConfig(SLOTS, LONGEST_PROMPT, cell.limit, chunk=3, page_tokens=cell.page_tokens)
     pages = max(int(cell.part * SLOTS * sizes.columns), sizes.fewest_pages)
     out, parked = run(cell, page_tokens=cell.page_tokens, pages=pages)
     expected = with_room(cell._replace(page_tokens=0, part=0))

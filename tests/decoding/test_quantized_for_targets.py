@@ -27,7 +27,7 @@ from tests.helpers.abstract import inference_weights, policy_weights
 
 WHOLE, BF16, B = qwen3.preset("qwen3_8b"), jnp.dtype("bfloat16"), 32
 SHALLOW = dataclasses.replace(WHOLE, layers=2)
-LIMITS = EngineConfig(B, 512, 1536, 64, prefill_rows=8, page_tokens=64)
+LIMITS = EngineConfig(B, 512, 1536, chunk=64, prefill_rows=8, page_tokens=64)
 # Numbers of a layer's q/k/v, o, and gate, up or down.
 HEADS = (WHOLE.heads + 2 * WHOLE.kv_heads, WHOLE.heads)
 MATRICES = {*(WHOLE.embed * WHOLE.head_dim * n for n in HEADS), WHOLE.embed * WHOLE.mlp}
@@ -49,8 +49,10 @@ def read_bytes(model, quantize):
 @functools.cache
 def decode(quantize):
     """Return (text of the decode program of two layers, pages of its pool)."""
-    config = InferenceConfig(Sampling(), LIMITS, 0, BF16, BF16, BF16, quantize)
-    made = make_rollout_engine(SHALLOW, None, NO_DRAFTER, config, CharTokenizer(), partition())
+    config = InferenceConfig(Sampling(), LIMITS, 0, dtype=BF16, cache_dtype=BF16, compute_dtype=BF16, quantize=quantize)
+    made = make_rollout_engine(
+        SHALLOW, None, NO_DRAFTER, config=config, tokenizer=CharTokenizer(), partition=partition()
+    )
     weights = inference_weights(SHALLOW, None, BF16, partition(), quantize)
     lowered = made.compiled.lower(Program("decode", B, 0), weights)
     return lowered.compile().as_text(), made.config.shard_pages
@@ -89,9 +91,11 @@ def twin_chunk(quantize, k=3):
     shapes = jax.eval_shape(lambda params: method.derived.make(params, BF16), params)
     shardings = partition().shardings(method.derived.specs)
     twin = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    config = InferenceConfig(Sampling(), LIMITS, 0, BF16, BF16, BF16)
-    drafter = method.make_drafter(DrafterConfig(k, config.sampling, BF16, partition()))
-    made = make_rollout_engine(SHALLOW, None, drafter, config, CharTokenizer(), partition(), (0, k))
+    config = InferenceConfig(Sampling(), LIMITS, 0, dtype=BF16, cache_dtype=BF16, compute_dtype=BF16)
+    drafter = method.make_drafter(DrafterConfig(k, config.sampling, BF16, partition=partition()))
+    made = make_rollout_engine(
+        SHALLOW, None, drafter, config=config, tokenizer=CharTokenizer(), partition=partition(), lengths=(0, k)
+    )
     weights = inference_weights(SHALLOW, None, BF16, partition())._replace(draft=twin)
     compiled = made.compiled.lower(Program("decode", B, k), weights).compile()
     return compiled.as_text(), made.config.shard_pages, device_bytes(twin)

@@ -25,7 +25,7 @@ SAMPLES, K, CHUNK = 4, 3, 8
 
 
 def engine(drafter, groups=0):
-    limits = EngineConfig(6, 4, 16, CHUNK, groups=groups, sequences=SAMPLES if groups else 0)
+    limits = EngineConfig(6, 4, 16, chunk=CHUNK, groups=groups, sequences=SAMPLES if groups else 0)
     return toys.toy_engine(limits, Sampling(1.0), (3,), 0, drafter)
 
 
@@ -65,7 +65,7 @@ def test_every_replayed_draft_is_the_draft_of_that_moment(groups):
         return Draft(draft, None, jnp.ones(6, bool), num_drafted=jnp.zeros(6, jnp.int32))
 
     with jax.disable_jit():
-        replay(before, after, one_token_a_turn, K)
+        replay(before, after, one_token_a_turn, k=K)
     assert len(lengths) == CHUNK - K + 1
     for moment, (length, draft) in enumerate(zip(lengths, drafts)):
         then = slots_after(1, moment) if moment else before
@@ -87,7 +87,7 @@ def test_counts_are_of_verifications_after_the_first():
         num_drafted = jnp.where((then.length == 4) & (jnp.arange(3) != 1), 2, 0)
         return Draft(right, None, jnp.ones(3, bool), num_drafted=num_drafted)
 
-    found = replay(before, after, draft, 3)
+    found = replay(before, after, draft, k=3)
     # Row 0 counts 3 and 4; row 1 counts 3 (4 has too few tokens after it).
     np.testing.assert_array_equal(found, [3, 1, 1, 0])
 
@@ -138,7 +138,7 @@ def test_replays_foretell_the_tokens_a_verification():
     step[1, 2] = step[2, 0] = step[3, 0] = 6.0
     table = np.broadcast_to(step, (toys.HASHES, 4, 4))
     drafter = lookup_drafter(K, 1, 4)
-    limits = EngineConfig(6, 4, 64, CHUNK, groups=0, sequences=0)
+    limits = EngineConfig(6, 4, 64, chunk=CHUNK, groups=0, sequences=0)
     engine_ = toys.toy_engine(limits, Sampling(1.0), (), 0, drafter, lengths=(0, K))
     recorders = [Recorder(0), Recorder(K)]
     for recorder in recorders:
@@ -154,10 +154,14 @@ def test_a_controller_that_drafts_nothing_acts_on_replays():
     """Without a probe: copies that were never right begin to be."""
     controller = Controller((0, 1, 3), (8,), probe_budget=0.0, initial_budget=0.0)
     for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.3)):
-        controller.calibrate(8, k, seconds, 10.0)
-    controller.observe(DecodeChunk(8, 3, 1.3, 1, 2000, 0.0, 10.0), [0, 0, 0])
+        controller.calibrate(8, k, seconds, live=10.0)
+    controller.observe(
+        DecodeChunk(8, 3, 1.3, iterations=1, verifications=2000, switch_seconds=0.0, live=10.0), [0, 0, 0]
+    )
     assert controller.choose(8, 8, 10.0) == Choice(0, None)
     for _ in range(100):
-        controller.observe(DecodeChunk(8, 0, 16.0, 16, 128, 0.0, 10.0), [0, 0, 0])
+        controller.observe(
+            DecodeChunk(8, 0, 16.0, iterations=16, verifications=128, switch_seconds=0.0, live=10.0), [0, 0, 0]
+        )
         controller.replay(6.0, [4.0, 3.5, 3.0])
     assert controller.choose(8, 8, 10.0) == Choice(3, None)

@@ -40,13 +40,13 @@ def engine_of(drafter="none", temperature=1.0, devices=1, **limits):
         **{"num_slots": 10, "max_prompt_tokens": 3, "max_response_tokens": LONGEST, "chunk": 5} | limits, **lookup
     )
     more = {} if drafter in ("stateful", "cascade") else {"devices": devices}
-    return make_engine(cell, config, 3, np.float64, **more)
+    return make_engine(cell, config, 3, prompt_shardings=np.float64, **more)
 
 
 def run(table, drafter="none", temperature=1.0, devices=1, limits=(), prompts=PROMPTS, first_id=0, **more):
     with jax.enable_x64(True):
         engine = engine_of(drafter, temperature, devices, **dict(limits) | ({"earlier": "verify"} if more else {}))
-        return engine.generate(table, prompts, SAMPLES, SEED, first_id, continuation=Continuation(**more))
+        return engine.generate(table, prompts, SAMPLES, seed=SEED, first_id=first_id, continuation=Continuation(**more))
 
 
 @functools.cache
@@ -153,8 +153,10 @@ def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
     with jax.enable_x64(True):
         engine = engine_of(drafter, earlier="verify", **limits)
         parked = watched(engine)
-        first = engine.generate(old(0.1), FIRST, SAMPLES, SEED, continuation=Continuation(lookahead=lookahead))
-        second = engine.generate(NEW, LATER, SAMPLES, SEED, 100, continuation=Continuation(earlier=lookahead.texts))
+        first = engine.generate(old(0.1), FIRST, SAMPLES, seed=SEED, continuation=Continuation(lookahead=lookahead))
+        second = engine.generate(
+            NEW, LATER, SAMPLES, seed=SEED, first_id=100, continuation=Continuation(earlier=lookahead.texts)
+        )
     assert_same(first, run(old(0.1), prompts=FIRST))
     assert_same(second, run(NEW, prompts=LATER, first_id=100))
     assert set(lookahead.texts) <= set(LATER_IDS.tolist()) and lookahead.texts and second.reverified.sum() > 0
@@ -174,11 +176,11 @@ def test_rollouts_that_begin_alone_go_on_from_call_to_call():
         engine = engine_of("table", earlier="verify")
         for scale, chunks in ((1.0, 3), (0.1, 6), (0.05, 2)):
             looks = iter([False] * chunks + [True])
-            assert not engine.begin(old(scale), lookahead, SAMPLES, SEED, looks.__next__)
+            assert not engine.begin(old(scale), lookahead, SAMPLES, seed=SEED, until=looks.__next__)
             drawn.append(len(lookahead.texts))
-        found = engine.generate(NEW, PROMPTS, SAMPLES, SEED, continuation=Continuation(earlier=lookahead.texts))
+        found = engine.generate(NEW, PROMPTS, SAMPLES, seed=SEED, continuation=Continuation(earlier=lookahead.texts))
         assert 0 < drawn[0] <= drawn[1] <= len(PROMPTS) * SAMPLES
-        assert engine.begin(NEW, lookahead, SAMPLES, SEED, lambda: False)
+        assert engine.begin(NEW, lookahead, SAMPLES, seed=SEED, until=lambda: False)
     assert_same(found, plain())
     for i, text in lookahead.texts.items():
         np.testing.assert_array_equal(text, found.tokens[i, found.response_part(i)])

@@ -78,7 +78,7 @@ def test_a_chunk_ends_before_a_row_has_no_room_for_its_ids(monkeypatch):
 
 @pytest.mark.slow
 def test_coupled_masks_do_not_depend_on_speculation():
-    sampling = Sampling(0.7, 5, 0.9, "coupled")
+    sampling = Sampling(0.7, 5, 0.9, rule="coupled")
     plain, speculative = generate(sampling), generate(sampling, 2)
     assert speculative.verifications.sum() < plain.verifications.sum()
     for name in ("tokens", "mask_ids", "mask_count"):

@@ -29,7 +29,16 @@ def generate(siblings, longest, groups, drafter="suffix", rule="rejection", samp
     """`groups` groups of `siblings`, all in flight together; prompt-major. `samples`: as so many to a group."""
     samples = samples or siblings
     count = groups * siblings // samples
-    limits = EngineConfig(groups * siblings, len(PROMPT), longest, 100, (), count, groups=count, sequences=samples + 1)
+    limits = EngineConfig(
+        groups * siblings,
+        len(PROMPT),
+        longest,
+        chunk=100,
+        sizes=(),
+        prefill_rows=count,
+        groups=count,
+        sequences=samples + 1,
+    )
     drafters = {
         "suffix": lookup_drafter(K, min_match=1),
         "cascade": lookup_override(toys.toy_drafter(DRAFT, K, 1.0, rule), min_match=3),

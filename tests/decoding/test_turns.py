@@ -38,7 +38,7 @@ def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, sto
         more["stops"] = make_stop_texts(stop, SPELLED)
     talk = Talk(V, **dict(talk))
     with jax.enable_x64(True):
-        engine = make_engine(cell, limits, k, np.float64, **more)
+        engine = make_engine(cell, limits, k, prompt_shardings=np.float64, **more)
         names = watched(engine)
         history = history_of(PROMPTS, longest, EOS)
         found = engine.generate(TABLE, PROMPTS, SAMPLES, seed=5, history=history, turns=talk)
@@ -183,7 +183,7 @@ def test_environment_tokens_have_no_logprob_and_are_no_drafts():
 @pytest.mark.slow
 def test_lookup_drafts_see_what_environments_wrote():
     cell = Cell("suffix", "coupled", 1.0, 0, 1.0, "may end", "inside")
-    limits = EngineConfig(4, 3, LONGEST, 5, turns=True, groups=2, sequences=2, page_tokens=4)
+    limits = EngineConfig(4, 3, LONGEST, chunk=5, turns=True, groups=2, sequences=2, page_tokens=4)
     compiled = make_engine(cell, limits, 2).compiled
     slots, _ = compiled.empty(TARGET)
     rows = np.arange(4)

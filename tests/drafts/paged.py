@@ -15,7 +15,7 @@ def own_pages(rows, length, page_tokens=4):
     columns = -(-length // page_tokens)
     pages = np.random.default_rng(0).permutation(rows * columns).reshape(rows, columns)
     table = jnp.asarray(pages, jnp.int32)
-    return PageShape(rows * columns + 1, page_tokens, jnp.dtype("float32"), "cpu"), Table(table, table)
+    return PageShape(rows * columns + 1, page_tokens, jnp.dtype("float32"), platform="cpu"), Table(table, table)
 
 
 def by_position(pool, table, length):

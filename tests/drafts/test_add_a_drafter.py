@@ -65,8 +65,10 @@ def test_the_drafter_without_weights_in_the_toy_engine(monkeypatch):
     """A target that often repeats its last token: same tokens, some drafts accepted."""
     module = module_of("repeat", monkeypatch)
     table = toys.make_table(seed=0, V=4, scale=1.0) + 2 * np.eye(4, dtype=np.float32)
-    drafter = module.repeat_drafter(DrafterConfig(2, Sampling(1.0), jnp.dtype("float32"), rollouts.partition()))
-    limits, prompts = EngineConfig(6, 3, 16, 3), [[1, 2], [2], [1, 1, 2]]
+    drafter = module.repeat_drafter(
+        DrafterConfig(2, Sampling(1.0), jnp.dtype("float32"), partition=rollouts.partition())
+    )
+    limits, prompts = EngineConfig(6, 3, 16, chunk=3), [[1, 2], [2], [1, 1, 2]]
     for rule in ("rejection", "coupled"):  # one-hot drafts equal plain decoding under every rule
         sampling = Sampling(1.0, rule=rule)
         found, plain = (
@@ -82,12 +84,14 @@ def test_the_drafter_with_weights_is_trained_loaded_and_saved(kind, tmp_path, pa
     model = rollouts.MODEL
     draft = kinds.make_method(DraftOptions(kind), model).model
     params = init_params(jax.random.key(0), draft.specs)
-    draft.save(str(tmp_path), params, None, model, "float32")
+    draft.save(str(tmp_path), params, None, target=model, dtype="float32")
     loaded = kinds.make_method(DraftOptions(kind, str(tmp_path)), model).model.load(str(tmp_path), partition)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     # Step i of pair t reads token t + 1 + i.
-    rows = make_rows([[5, 6]], [[7, 8, 9]], 5, 0)
-    inputs = DraftInputs(TargetTables(params["embed"], params["unembed"]), None, None, rows, 2, jnp.dtype("float32"))
+    rows = make_rows([[5, 6]], [[7, 8, 9]], 5, pad_id=0)
+    inputs = DraftInputs(
+        TargetTables(params["embed"], params["unembed"]), None, None, rows=rows, steps=2, dtype=jnp.dtype("float32")
+    )
     outputs, lm_head = draft.unrolled(params, inputs, partition)
     np.testing.assert_array_equal(outputs[1, 0, 0], params["embed"][7])
     assert lm_head is params["unembed"]

@@ -58,10 +58,14 @@ DRAFTS = {
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
     "peagle": PEagleDraft(peagle.peagle_config(MODELS["peagle"], 2, len(VOCAB_MAP))),
     # Blocks of more slots than are drafted, and of as many.
-    "dspark": BlockDraft(block.block_config(MODELS["dspark"], 5, 2, len(VOCAB_MAP), markov=True), "deepspec"),
-    "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, 128, markov=False), "zlab"),
+    "dspark": BlockDraft(
+        block.block_config(MODELS["dspark"], 5, 2, draft_vocab=len(VOCAB_MAP), markov=True), "deepspec"
+    ),
+    "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, draft_vocab=128, markov=False), "zlab"),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
-    "model": SmallModelDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
+    "model": SmallModelDraft(
+        qwen3.Qwen3Config(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=False, max_positions=4096)
+    ),
 }
 KINDS = list(DRAFTS)
 # MTP shares its drafter with EAGLE-3: one of them is enough where the law is the drafter's.
@@ -123,7 +127,9 @@ def params_of(kind):
 
 
 def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
-    return InferenceConfig(sampling, limits, 0, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(dtype))
+    return InferenceConfig(
+        sampling, limits, 0, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype), compute_dtype=jnp.dtype(dtype)
+    )
 
 
 @functools.cache
@@ -132,16 +138,20 @@ def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32, pages=0, bu
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
     limits = dataclasses.replace(limits, most_kept=most_kept(sampling), pages=pages, budget=budget)
-    drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition)) if draft else NO_DRAFTER
+    drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition=partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
-    return make_rollout_engine(MODELS[kind], draft, drafter, config, TOKENIZER, partition, lengths)
+    return make_rollout_engine(
+        MODELS[kind], draft, drafter, config=config, tokenizer=TOKENIZER, partition=partition, lengths=lengths
+    )
 
 
 @functools.cache
 def prepare_of(kind, drafting, partition, dtype):
     draft = DRAFTS[kind] if drafting else None
-    return make_prepare(MODELS[kind], draft, rollout_config(GREEDY, dtype=dtype), partition, partition)
+    return make_prepare(
+        MODELS[kind], draft, rollout_config(GREEDY, dtype=dtype), partition=partition, learner=partition
+    )
 
 
 def prepared(kind, params, partition=ONE, vocab_map=VOCAB_MAP, dtype=jnp.float32):
@@ -168,31 +178,31 @@ def started(kind, prompts=PROMPTS):
     slots, carried = programs.empty(weights)
     while scheduler.waiting:
         batch = scheduler.schedule(np.array(slots.pool.count))
-        slots, carried = programs.refill(weights, slots, carried, batch)
+        slots, carried = programs.refill(weights, slots, carried, batch=batch)
     return with_pages(kind, slots)
 
 
 def step(kind, slots, k=K, sync_cache=False):
     """One iteration."""
     inputs = chunk_inputs(seed=0, max_iterations=1, sync_cache=sync_cache)
-    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, k, inputs)[0]
+    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, k, inputs=inputs)[0]
 
 
 def with_pages(kind, slots):
     """The slots with the pages that the next draft writes: a chunk without iterations takes them."""
     inputs = chunk_inputs(seed=0, max_iterations=0, sync_cache=False)
-    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, K, inputs)[0]
+    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, K, inputs=inputs)[0]
 
 
 def level(kind, slots):
     """The slots, their drafter level with the text after a pause: a chunk without iterations that updates its cache."""
     inputs = chunk_inputs(seed=0, max_iterations=0, sync_cache=True)
-    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, K, inputs)[0]
+    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, K, inputs=inputs)[0]
 
 
 @functools.cache
 def jitted_draft(kind):
-    drafter = DRAFTS[kind].drafter(DrafterConfig(K, GREEDY, jnp.dtype("float32"), ONE))
+    drafter = DRAFTS[kind].drafter(DrafterConfig(K, GREEDY, jnp.dtype("float32"), partition=ONE))
     return jax.jit(lambda weights, slots: drafter.draft(weights, slots, jnp.uint32(0), K))
 
 
@@ -209,7 +219,7 @@ def compiled_unrolled(kind):
         out = forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
         tables = TargetTables(policy["embed"], policy["embed"])
         outputs, unembed = draft.unrolled(
-            params, DraftInputs(tables, out.aux, out.hidden, rows, K, jnp.dtype("float32")), LEARNS
+            params, DraftInputs(tables, out.aux, out.hidden, rows=rows, steps=K, dtype=jnp.dtype("float32")), LEARNS
         )
         confidence = jax.nn.sigmoid(confidence_logits(params, outputs)) if "confidence" in params else None
         return jnp.einsum("SBTD,VD->SBTV", outputs, unembed), confidence
@@ -225,7 +235,7 @@ def trained_logits(kind, slots, draft):
     tokens = np.pad(tokens, ((0, 0), (0, K)))
     for row, (at, drafted) in enumerate(zip(length, np.asarray(draft.tokens), strict=True)):
         tokens[row, at : at + K] = drafted
-    found = compiled_unrolled(kind)(*params_of(kind), rows_of(tokens, length, length, 0))
+    found = compiled_unrolled(kind)(*params_of(kind), rows_of(tokens, length, length, pad_id=0))
     return [x if x is None else np.stack([x[:, row, at - 2] for row, at in enumerate(length)]) for x in found]
 
 
@@ -304,7 +314,9 @@ def entries_from_scratch(kind, tokens):
     if kind == "model":
         text, options = qwen3.Inputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
         run = jax.jit(
-            lambda params, cache: qwen3.forward(params, DRAFTS[kind].config, text, ONE, options, cache, table)
+            lambda params, cache: qwen3.forward(
+                params, DRAFTS[kind].config, text, partition=ONE, options=options, cache=cache, table=table
+            )
         )
         cache = run(weights_of(kind).draft, DRAFTS[kind].init_cache(shape)).cache
         return entries(kind, cache, table.read, tokens.shape[1])
@@ -316,12 +328,14 @@ def entries_from_scratch(kind, tokens):
         config = DRAFTS[kind].config
         context, angles = block.context(draft, config, out.aux), config.angles(at)
         layers = [jax.tree.map(lambda w, i=i: w[i], draft["layers"]) for i in range(config.layers)]
-        return [np.asarray(x) for w in layers for x in block.keys_values(w, config, context, angles)]
+        return [np.asarray(x) for w in layers for x in block.keys_values(w, config, context, angles=angles)]
     hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, DRAFTS[kind].config, out.aux)
     embedded = policy["embed"][following]
     if kind == "mtp":
         pairs, empty = Paging(table, at), DRAFTS[kind].init_cache(shape)
-        cache = DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, pairs, empty, ONE)[1]
+        cache = DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, pairs=pairs, cache=empty, partition=ONE)[
+            1
+        ]
         return entries(kind, cache, table.read, tokens.shape[1])
     kept = []
 
@@ -331,9 +345,13 @@ def entries_from_scratch(kind, tokens):
 
     if kind == "peagle":
         config = DRAFTS[kind].config
-        peagle.hidden_states(draft, config, hidden, embedded, config.angles(at), [attend] * config.layers)
+        peagle.hidden_states(
+            draft, config, hidden, embedded=embedded, angles=config.angles(at), attends=[attend] * config.layers
+        )
         return kept
-    eagle3.layer(draft, HEAD, hidden, embedded, rotary_angles(at, HEAD.head_dim, HEAD.rope_theta), attend)
+    eagle3.layer(
+        draft, HEAD, hidden, embedded=embedded, angles=rotary_angles(at, HEAD.head_dim, HEAD.rope_theta), attend=attend
+    )
     return kept
 
 
@@ -534,7 +552,9 @@ def test_the_checksum_of_the_engines_weights_tells_every_part_apart():
 
 @functools.cache
 def logprob_step(kind, temperature):
-    return make_logprob_step(PolicyForward(MODELS[kind], jnp.dtype("float32"), False, 0, temperature), LEARNS)
+    return make_logprob_step(
+        PolicyForward(MODELS[kind], jnp.dtype("float32"), False, vocab_tile=0, temperature=temperature), LEARNS
+    )
 
 
 def mismatch(kind, sampling, out):

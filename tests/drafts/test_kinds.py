@@ -31,7 +31,9 @@ from tests.drafts.paged import own_pages
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.runs import ROOT
 
-TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
+TARGET = qwen3.Qwen3Config(
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
+)
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
 IDS = np.sort(np.random.default_rng(1).choice(TARGET.vocab, HEAD.draft_vocab, replace=False)).astype(np.int32)
 DIALECTS = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
@@ -73,14 +75,14 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     tokens = rng.integers(0, TARGET.vocab, (2, S)).astype(np.int32)
     features = rng.normal(size=(2, S, 3, TARGET.embed)).astype(np.float32)
     length = np.array([7, 11], np.int32)
-    weights = Weights({"embed": table}, draft.inference_params(params, jnp.float32), jnp.array(IDS), None)
-    config = DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), one_device())
+    weights = Weights({"embed": table}, draft.inference_params(params, jnp.float32), jnp.array(IDS), checksum=None)
+    config = DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), partition=one_device())
     drafter = draft.drafter(config)
     likeliest = draft.drafter(dataclasses.replace(config, sampling=Sampling(1.0), argmax=True))
     hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
     shape, pages = own_pages(2, S)
     cache, everywhere = draft.init_cache(shape), Paging(pages, jnp.broadcast_to(jnp.arange(S), (2, S)))
-    cache = cache._replace(hidden=write_tokens(cache.hidden, everywhere, hidden, one_device()))
+    cache = cache._replace(hidden=write_tokens(cache.hidden, everywhere, hidden, partition=one_device()))
 
     @jax.jit
     def run(weights, tokens, length, cache):
@@ -113,7 +115,7 @@ def test_a_run_saves_in_draft_dialect(dialect, layer, saved, tmp_path, partition
     for name in list(VARIANTS)[:3]:
         draft = draft_of("eagle3", path=str(saved / name), dialect=dialect)
         params = draft.load(str(saved / name), partition)
-        draft.save(str(tmp_path / name), params, IDS, TARGET, "bfloat16", "my/policy")
+        draft.save(str(tmp_path / name), params, IDS, target=TARGET, dtype="bfloat16", target_path="my/policy")
         config = (tmp_path / name / "config.json").read_text()
         assert f"{layer}hidden_norm.weight" in safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
         assert ("speculators_model_type" in json.loads(config)) == (dialect == "speculators")
@@ -125,7 +127,7 @@ def test_a_run_saves_in_draft_dialect(dialect, layer, saved, tmp_path, partition
 def test_the_usual_dialect_of_an_mtp_head(dialect, prefix, tmp_path):
     draft = draft_of("mtp", dialect=dialect)
     params = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), draft.specs)
-    draft.save(str(tmp_path), params, None, TARGET, "float32")
+    draft.save(str(tmp_path), params, None, target=TARGET, dtype="float32")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert tensors and all(name.startswith(prefix) for name in tensors)
 

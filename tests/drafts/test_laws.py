@@ -77,9 +77,11 @@ def drawn(kind, rule, argmax):
     """[36] counts of rollouts, and the share of first drafts that were kept."""
     limits = EngineConfig(256, max_prompt_tokens=10, max_response_tokens=2, chunk=4, prefill_rows=64, new_prompts=64)
     sampling = Sampling(TEMPERATURE, rule=rule)
-    drafter = DRAFTS[kind].drafter(DrafterConfig(K, sampling, F32, ONE, argmax))
+    drafter = DRAFTS[kind].drafter(DrafterConfig(K, sampling, F32, partition=ONE, argmax=argmax))
     config = rollout_config(sampling, limits)
-    engine = make_rollout_engine(MODELS[kind], DRAFTS[kind], drafter, config, TOKENIZER, ONE, (0, K))
+    engine = make_rollout_engine(
+        MODELS[kind], DRAFTS[kind], drafter, config=config, tokenizer=TOKENIZER, partition=ONE, lengths=(0, K)
+    )
     out = engine.generate(weights_of(kind), [PROMPT], ROLLOUTS, seed=11, lengths=FixedLength(K))
     start = len(PROMPT)
     tokens = np.stack([out.tokens[:, start], np.where(out.response_length > 1, out.tokens[:, start + 1], WORDS[0])])

@@ -25,7 +25,9 @@ from tests.drafts.eagle3.test_peers import NEEDS_SPECULATORS
 from tests.helpers.heads import drawn_params
 from tests.helpers.policies import random_params as random_policy
 
-TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e6)
+TARGET = qwen3.Qwen3Config(
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e6
+)
 POLICY = random_policy(TARGET)
 T, S = 13, 4
 ONE = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
@@ -35,10 +37,11 @@ DRAFTS = {
     "peagle, own embedding": PEagleDraft(
         dataclasses.replace(NEW, own_embedding=True, fc_norm=True, norm_before_residual=True), "speculators"
     ),
-    "dspark": BlockDraft(block.block_config(TARGET, S, 2, 16, markov=True), "speculators"),
-    "dflash": BlockDraft(block.block_config(TARGET, S, 2, 16, markov=False), "speculators"),
+    "dspark": BlockDraft(block.block_config(TARGET, S, 2, draft_vocab=16, markov=True), "speculators"),
+    "dflash": BlockDraft(block.block_config(TARGET, S, 2, draft_vocab=16, markov=False), "speculators"),
     "dflash from the anchor": BlockDraft(
-        dataclasses.replace(block.block_config(TARGET, S, 2, 16, markov=False), from_anchor=True), "speculators"
+        dataclasses.replace(block.block_config(TARGET, S, 2, draft_vocab=16, markov=False), from_anchor=True),
+        "speculators",
     ),
 }
 rng = np.random.default_rng(0)
@@ -60,7 +63,7 @@ def our_logits(draft, params, steps):
     rows = Rows(*map(stand_in, (TOKENS[None], positions, TOKENS[None], TOKENS[None] >= 0)), None)
     tables = TargetTables(jnp.asarray(POLICY["embed"]), jnp.asarray(POLICY["unembed"]))
     inputs = DraftInputs(
-        tables, jnp.asarray(features_of(draft))[None], jnp.zeros(()), rows, steps, jnp.dtype("float32")
+        tables, jnp.asarray(features_of(draft))[None], jnp.zeros(()), rows=rows, steps=steps, dtype=jnp.dtype("float32")
     )
     outputs, table = draft.unrolled(params, inputs, ONE)
     confidence = confidence_logits(params, outputs)[:, 0] if "confidence" in params else None
@@ -84,7 +87,7 @@ def peer(folder, kind, class_name):
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("policy"))
-    hf.save_params(folder, POLICY, TARGET, "float32")
+    hf.save_params(folder, POLICY, TARGET, dtype="float32")
     return folder
 
 
@@ -92,7 +95,7 @@ def written(name, folder, policy):
     """The draft's parameters, after they were saved and found again by its own loader."""
     draft, kind = DRAFTS[name], name.split()[0].strip(",")
     params = drawn_params(draft.specs, seed=3)
-    draft.save(str(folder), params, IDS, TARGET, "float32", policy)
+    draft.save(str(folder), params, IDS, target=TARGET, dtype="float32", target_path=policy)
     assert make_method(DraftOptions(kind, path=str(folder), dialect="speculators"), TARGET).model == draft
     return params
 

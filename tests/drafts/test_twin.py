@@ -26,7 +26,7 @@ from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import lower_case, make_run, saved, train
 
-LIMITS = EngineConfig(12, 8, 16, 8, width=4)
+LIMITS = EngineConfig(12, 8, 16, chunk=8, width=4)
 COUPLED = Sampling(1.0, rule="coupled")
 FORMATS, PRESETS = ("int8", "fp8", "int4"), ("nano", "nano_deep", "nano_moe_deep")
 # Least share of drafts that are accepted, of random weights of two or seven layers: a little below what was measured.

@@ -264,9 +264,11 @@ def test_suggested_tokens_are_a_row_for_each_shard_of_the_learner(tmp_path, monk
     values = {f"mesh.{axis}": n for axis, n in {"fsdp": 4, "tensor": 1, "sequence": 2}.items()}
     values |= {"dry_run.devices": 8, "dry_run.target": "h100", "grpo.microbatch_tokens": 0, "policy.remat": "full"}
     config = with_values(from_config_dict(importlib.import_module(f"configs.{CONFIG}").get_config("smoke")), values)
-    too_much = PhaseMemory(dict.fromkeys(KINDS, 0), 0, 0, 10**12, dict.fromkeys(KINDS, 0))
+    too_much = PhaseMemory(dict.fromkeys(KINDS, 0), 0, 0, temporaries=10**12, resident=dict.fromkeys(KINDS, 0))
     monkeypatch.setattr(run, "compiler_of", lambda target: TARGETS["cpu"])
-    monkeypatch.setattr(run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much, Count(), ())])
+    monkeypatch.setattr(
+        run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much, count=Count(), warnings=())]
+    )
     report = run.dry_run(config, str(tmp_path))
     assert report.fit.suggestion == f"grpo.microbatch_tokens={4 * 28}: one row for each of the 4 parts of a batch"
 

@@ -27,11 +27,11 @@ GB = 10**9
 def memory(parameters=0, optimizer=0, cache=0, batch=0, temporaries=0, results=0):
     arguments = {"parameters": parameters * GB, "optimizer": 0, "cache": cache * GB, "batch": batch * GB}
     resident = {"parameters": 0, "optimizer": optimizer * GB, "cache": 0, "batch": 0}
-    return PhaseMemory(arguments, 0, results * GB, temporaries * GB, resident)
+    return PhaseMemory(arguments, 0, results * GB, temporaries=temporaries * GB, resident=resident)
 
 
 def fit(*phases, config=CONFIG):
-    measured = [CompiledPhase(str(i), 0.0, m, Count(), ()) for i, m in enumerate(phases)]
+    measured = [CompiledPhase(str(i), 0.0, m, count=Count(), warnings=()) for i, m in enumerate(phases)]
     return judge_memory(measured, TARGET, config, num_shards=8)
 
 
@@ -85,8 +85,12 @@ def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    refused = CompiledPhase("train", 0.0, None, Count(), (), "RESOURCE_EXHAUSTED: 40G of 31G hbm")
-    found = judge_memory([CompiledPhase("a", 0.0, memory(1), Count(), ()), refused], TARGET, CONFIG, 8)
+    refused = CompiledPhase(
+        "train", 0.0, None, count=Count(), warnings=(), refused="RESOURCE_EXHAUSTED: 40G of 31G hbm"
+    )
+    found = judge_memory(
+        [CompiledPhase("a", 0.0, memory(1), count=Count(), warnings=()), refused], TARGET, CONFIG, num_shards=8
+    )
     assert not found.fits and found.phase == "train" and "40G of 31G" in found.arithmetic
 
 
@@ -147,8 +151,8 @@ def test_rematerialization_is_reported_once_without_the_logs_prefix():
 
 
 def test_of_a_kernel_that_the_compiler_refuses_nothing_is_suggested():
-    refused = CompiledPhase("generate", 0.0, None, Count(), (), "INTERNAL: Pass pipeline failed")
-    found = judge_memory([refused], TARGET, CONFIG, 8)
+    refused = CompiledPhase("generate", 0.0, None, count=Count(), warnings=(), refused="INTERNAL: Pass pipeline failed")
+    found = judge_memory([refused], TARGET, CONFIG, num_shards=8)
     assert not found.fits and "Pass pipeline failed" in found.arithmetic and not found.suggestion
 
 

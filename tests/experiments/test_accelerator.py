@@ -183,7 +183,9 @@ def test_the_oracle_is_accepted_at_its_rate_and_what_is_emitted_is_the_targets()
     @jax.jit
     def verified(target, rate):
         logits = impose(jax.random.normal(jax.random.key(0), (B, k, V)), right, rate)
-        tokens = jnp.stack([sample_draft(noise, logits[:, i], i, None, Sampling()) for i in range(k)], axis=1)
+        tokens = jnp.stack(
+            [sample_draft(noise, logits[:, i], i, vocab_map=None, sampling=Sampling()) for i in range(k)], axis=1
+        )
         draft = Draft(tokens, logits, jnp.zeros((B,), bool))
         return verify(VerifyInputs(noise, draft, jnp.broadcast_to(target, (B, k + 1, V))), Sampling())
 

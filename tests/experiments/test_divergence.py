@@ -9,8 +9,8 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.rollouts import MODEL, engine_and_weights, policy, prompts
 
-SAMPLING, SEED = Sampling(2.0, 0, 0.95, "coupled"), 3
-LIMITS = EngineConfig(32, 8, 24, 8)
+SAMPLING, SEED = Sampling(2.0, 0, 0.95, rule="coupled"), 3
+LIMITS = EngineConfig(32, 8, 24, chunk=8)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def forward(partition):
 def rollouts():
     """Rollouts of plain decoding and with three drafted tokens, a few thousand tokens each."""
     runs = (engine_and_weights(kind, k, LIMITS, SAMPLING) for kind, k in (("none", 0), ("ngram", 3)))
-    return [engine.generate(weights, prompts(32), 8, SEED) for engine, weights in runs]
+    return [engine.generate(weights, prompts(32), 8, seed=SEED) for engine, weights in runs]
 
 
 @pytest.mark.slow

@@ -283,13 +283,13 @@ def test_a_draft_adds_a_speculative_side(monkeypatch):
 @pytest.mark.slow
 def test_ours_speculates_with_a_head_from_its_folder(tmp_path, monkeypatch):
     policy, head = str(tmp_path / "policy"), str(tmp_path / "head")
-    hf.save_params(policy, random_params(DEEP, 0), DEEP, "float32")
+    hf.save_params(policy, random_params(DEEP, 0), DEEP, dtype="float32")
     draft = Eagle3Draft(eagle3.eagle3_config(DEEP, 40))
     params = init_random_params(jax.random.key(0), draft.specs, partitioner(bench.one_device(), LEARNER))
-    draft.save(head, params, np.arange(40), DEEP, "float32")
+    draft.save(head, params, np.arange(40), target=DEEP, dtype="float32")
     made = []
     make = peers.make_rollout_engine
-    monkeypatch.setattr(peers, "make_rollout_engine", lambda *a: made.append(make(*a)) or made[-1])
+    monkeypatch.setattr(peers, "make_rollout_engine", lambda *a, **b: made.append(make(*a, **b)) or made[-1])
     run = peers.ours(policy, [[1, 2, 3]] * 3, 5, num_slots=2, draft=head, length=1)
     assert run()[0] == 15
     assert made[0].draft_length == 1

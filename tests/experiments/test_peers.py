@@ -25,7 +25,7 @@ for i, line in zip(range(3), sys.stdin):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("nano"))
-    hf.save_params(path, random_params(NANO, 0), NANO, "float32")
+    hf.save_params(path, random_params(NANO, 0), NANO, dtype="float32")
     return path
 
 
@@ -92,7 +92,7 @@ def test_ours_ends_rows_at_eos(tmp_path):
     """Uniform over 8 ids, one of them eos: with its eos a row has 8 tokens on average, standard deviation 7.5."""
     model = dataclasses.replace(NANO, vocab=8)
     params = random_params(model, 0)
-    hf.save_params(str(tmp_path), params | {"final_norm": 0 * params["final_norm"]}, model, "float32")
+    hf.save_params(str(tmp_path), params | {"final_norm": 0 * params["final_norm"]}, model, dtype="float32")
     tokens, _ = peers.ours(str(tmp_path), [[1, 2, 3]] * 64, 64, num_slots=64, eos=3)()
     assert abs(tokens - 64 * 8) < 6 * 7.5 * 8
 

@@ -85,7 +85,7 @@ def test_a_sweep_survives_requeue_cancel_and_a_crashed_node(cluster, tmp_path, c
         return json.loads((folder / "job.json").read_text())["id"]
 
     def queue(what, folder):
-        return cluster.call("squeue", "--noheader", f"--format={what}", f"--jobs={job(folder)}")
+        return cluster.call("squeue", "--noheader", f"--format={what}", context=f"--jobs={job(folder)}")
 
     launched()
     wait_for("two rows of the first run", lambda: rows(first) >= 2)

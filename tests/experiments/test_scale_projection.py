@@ -149,7 +149,7 @@ def test_held_out_cells_are_not_fitted():
 
 def test_the_scale_grid_has_the_intervals_of_the_draws(calibrated):
     case = grid.CASES[0]
-    cells = grid.scale_cells(case.all_devices, (0,), case.k, case.acceptance)
+    cells = grid.scale_cells(case.all_devices, (0,), case.k, acceptance=case.acceptance)
     drawn = [c._replace(hardware=c.hardware.with_attained(memory=m)) for c in [calibrated] for m in (0.6, 0.8, 1.0)]
     rows = grid.drawn_rows([case.scenario(large.fused(c)) for c in drawn], *cells)
     assert all(r["rollout_low"] < r["rollout_speedup"] < r["rollout_high"] <= case.acceptance for r in rows)

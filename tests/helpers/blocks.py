@@ -110,12 +110,12 @@ def _one_block(noise, target, draft, deterministic, vocab_map, sampling, k):
     drafts = jnp.zeros((B, 0), jnp.int32)
     for i in range(k):
         tables.append(draft[i][tuple(drafts.T)] if i else jnp.broadcast_to(draft[0], (B, *draft[0].shape)))
-        token = sample_draft(noise, tables[-1], i, vocab_map, sampling)
+        token = sample_draft(noise, tables[-1], i, vocab_map=vocab_map, sampling=sampling)
         drafts = jnp.concatenate([drafts, token[:, None]], axis=1)
     rows = [jnp.broadcast_to(target[0], (B, *target[0].shape))]
     rows += [target[i][tuple(drafts[:, :i].T)] for i in range(1, k + 1)]
     logits = jnp.stack(tables, axis=1) if k else None
-    drafted = Draft(drafts, logits, deterministic, vocab_map)
+    drafted = Draft(drafts, logits, deterministic, vocab_map=vocab_map)
     return drafts, verify(VerifyInputs(noise, drafted, jnp.stack(rows, axis=1)), sampling)
 
 
@@ -128,7 +128,7 @@ def run_drafts(model, sampling, ids, drafts, deterministic=True, seed=1, positio
     logits = jnp.array(model.along(model.draft[:k], drafts)) if k and model.draft else None
     target = jnp.array(model.along(model.target[: k + 1], drafts))
     deterministic = jnp.broadcast_to(jnp.asarray(deterministic), (B,))
-    draft = Draft(jnp.array(drafts), logits, deterministic, model.jax_map(), num_drafted)
+    draft = Draft(jnp.array(drafts), logits, deterministic, vocab_map=model.jax_map(), num_drafted=num_drafted)
     return jitted_verify(VerifyInputs(noise, draft, target), sampling)
 
 

@@ -90,7 +90,7 @@ def make_drafter(cell, k, dtype):
 
 
 def make_engine(cell, limits, k=K, dtype=np.float32, **more):
-    sampling = Sampling(cell.temperature, cell.top_k, cell.top_p, cell.rule)
+    sampling = Sampling(cell.temperature, cell.top_k, cell.top_p, rule=cell.rule)
     drafter, stateful = make_drafter(cell, k, dtype)
     make = toys.stateful_engine if stateful else toys.toy_engine
     return make(limits, sampling, (V - 1 if cell.eos == "may end" else 99,), drafter=drafter, **more)
@@ -123,7 +123,7 @@ def run_cell(cell, seed):
     lookup = {"groups": groups, "sequences": samples + 1} if cell.drafter in COPIES_OTHERS else {}
     limits = EngineConfig(groups * samples, len(PROMPT), longest, chunk=100, prefill_rows=groups, **lookup)
     told = history_of([PROMPT] if cell.temperature else prompts, longest, eos)
-    rollouts = make_engine(cell, limits).generate(TARGET, prompts, samples, seed, history=told)
+    rollouts = make_engine(cell, limits).generate(TARGET, prompts, samples, seed=seed, history=told)
     accepted = rollouts.accepted.sum(axis=0) / np.maximum(rollouts.drafted.sum(axis=0), 1)
     if not cell.temperature:
         by_hand = [greedy_response(TARGET, prompt, longest, eos) for prompt in prompts for _ in range(samples)]

@@ -44,7 +44,9 @@ def forward(params, config, tokens, positions, partition, cache=None, table=None
     """`qwen3.forward`, its further inputs and options by name."""
     arrays = {name: named.pop(name) for name in qwen3.Inputs._fields if name in named}
     inputs = qwen3.Inputs(tokens, positions, **arrays)
-    return qwen3.forward(params, config, inputs, partition, qwen3.Options(**named), cache, table)
+    return qwen3.forward(
+        params, config, inputs, partition=partition, options=qwen3.Options(**named), cache=cache, table=table
+    )
 
 
 @functools.cache

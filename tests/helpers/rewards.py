@@ -16,7 +16,7 @@ class FunctionScorer:
 
     def __call__(self, responses, answers, contexts=None, while_waiting=None):
         rewards = np.array([self._reward(*pair) for pair in zip(responses, answers, strict=True)], np.float32)
-        return Scores(rewards, {"reward": rewards}, rewards >= 1, {}, [None] * len(rewards))
+        return Scores(rewards, {"reward": rewards}, rewards >= 1, failures={}, extracted=[None] * len(rewards))
 
 
 def length(response, answer):

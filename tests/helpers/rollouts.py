@@ -71,12 +71,16 @@ def make_engine_and_weights(
     draft = method.model
     if method.uses_lookup_cache:
         limits = dataclasses.replace(limits, groups=limits.num_slots, sequences=8)
-    drafter = method.make_drafter(DrafterConfig(k, sampling, dtype, over, argmax))
-    config = InferenceConfig(sampling, limits, 0, dtype, dtype, dtype, quantize)
-    engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, over, lengths)
+    drafter = method.make_drafter(DrafterConfig(k, sampling, dtype, partition=over, argmax=argmax))
+    config = InferenceConfig(
+        sampling, limits, 0, dtype=dtype, cache_dtype=dtype, compute_dtype=dtype, quantize=quantize
+    )
+    engine = make_rollout_engine(
+        model, draft, drafter, config=config, tokenizer=TOKENIZER, partition=over, lengths=lengths
+    )
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
-    prepare = make_prepare(model, draft, config, over, over, method.derived)
+    prepare = make_prepare(model, draft, config, partition=over, learner=over, derived=method.derived)
     return engine, prepare(policy(preset), params, vocab_map)
 
 

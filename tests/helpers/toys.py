@@ -40,7 +40,7 @@ def logits_after(table, prefix):
 
 def write(buffer, paging, tokens):
     """Return buffer [C, T] with tokens [B, Q] written where they stand."""
-    return write_pool(buffer, paging.table.write, paging.positions, tokens)
+    return write_pool(buffer, paging.table.write, paging.positions, new=tokens)
 
 
 def look_up(table, tokens, paging, buffer):
@@ -84,11 +84,11 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
         inputs, rows_spec = (PartitionSpec(), *[PartitionSpec("rows")] * 3), PartitionSpec("rows")
         for name in ("prefill", "decode"):
             # Asked anew by each trace: inside a copy's loop the arrays are a device's own already.
-            toy[name] = lambda *arrays, fn=toy[name]: on_each_device(fn, mesh, inputs, rows_spec)(*arrays)
+            toy[name] = lambda *arrays, fn=toy[name]: on_each_device(fn, mesh, inputs, out_specs=rows_spec)(*arrays)
     model = EngineFunctions(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
     shardings = Slots(**rows | {"lookup_cache": everywhere if limits.groups else None})
     lengths = lengths or tuple(range(drafter.length + 1))
-    return make_engine(model, limits, shardings, by_row, lengths)
+    return make_engine(model, limits, shardings, prompt_shardings=by_row, lengths=lengths)
 
 
 def watched(engine):
@@ -122,7 +122,7 @@ def toy_drafter(table, k, temperature, rule="rejection"):
         tokens, rows = [], []
         for i in range(k):
             rows.append(table[token])
-            token = sample_draft(noise, rows[-1], i, None, sampling)
+            token = sample_draft(noise, rows[-1], i, vocab_map=None, sampling=sampling)
             tokens.append(token)
         return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool)), slots.cache
 
@@ -200,6 +200,8 @@ def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map, temperature=No
         paging = slots.place(slots.length[:, None] - 1 + i)
         buffer = write(buffer, paging, token)
         rows.append(look_up(table, token, paging, buffer)[:, 0])
-        token = sample_draft(noise, rows[-1], i, vocab_map, sampling, temperature)[:, None]
+        token = sample_draft(noise, rows[-1], i, vocab_map=vocab_map, sampling=sampling, temperature=temperature)[
+            :, None
+        ]
         tokens.append(token[:, 0])
-    return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map)
+    return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map=vocab_map)

@@ -96,7 +96,10 @@ def with_config(run, **changes):
 
 def train(run, workdir, stop=NEVER):
     """Train in `workdir`; return the metrics rows."""
-    for _ in loop.training_steps(*run, str(workdir), stop):
+    steps = loop.training_steps(
+        run.learner, run.rollout, run.problems, scorer=run.scorer, workdir=str(workdir), stop=stop
+    )
+    for _ in steps:
         pass
     return read_metrics(str(workdir))
 

@@ -21,7 +21,7 @@ def run(workdir, accuracies, **keep):
     """Steps 1, 2, ... saved one after the other; those with a number had it measured."""
     checkpoints = Checkpoints(str(workdir), **keep)
     for step, accuracy in enumerate(accuracies, start=1):
-        checkpoints.save(step, STATE, HostState({"step": step}, {}), accuracy)
+        checkpoints.save(step, STATE, HostState({"step": step}, {}), accuracy=accuracy)
     checkpoints.close()
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
 
@@ -44,7 +44,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, keep, left):
 def test_what_was_best_before_a_restart_stays(tmp_path):
     assert run(tmp_path, [0.9, 0.1], keep=1, keep_best=1) == [1, 2]
     checkpoints = Checkpoints(str(tmp_path), 1, keep_best=1)
-    checkpoints.save(3, STATE, HostState({}, {}), 0.5)
+    checkpoints.save(3, STATE, HostState({}, {}), accuracy=0.5)
     checkpoints.close()
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [1, 3]
 
@@ -116,7 +116,7 @@ def two_steps(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("two_steps")
     checkpoints = Checkpoints(str(workdir), 2)
     for step in (7, 8):
-        checkpoints.save(step, at(step), HostState({"step": step}, ARRAYS), step / 10)
+        checkpoints.save(step, at(step), HostState({"step": step}, ARRAYS), accuracy=step / 10)
     checkpoints.close()
     return workdir
 
@@ -171,7 +171,7 @@ def test_the_step_of_a_damaged_checkpoint_is_saved_again(two_steps, tmp_path):
     flip(tmp_path / "checkpoints/8/digests/metadata")
     checkpoints = Checkpoints(str(tmp_path), 1, keep_best=1)
     assert checkpoints.restore_latest(LARGE_ABSTRACT, lambda line: None)[0] == 7
-    checkpoints.save(8, at(8), HostState({"step": 8}, ARRAYS), 0.1)
+    checkpoints.save(8, at(8), HostState({"step": 8}, ARRAYS), accuracy=0.1)
     checkpoints.close()
     # 7 is kept as the best: the accuracy of the damaged 8 does not count.
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["7", "8", "8.damaged"]

@@ -51,7 +51,7 @@ def tensors_of(folder):
 
 def save(folder, config=SMALL, dtype="float32", seed=0):
     params = random_params(config, seed)
-    hf.save_params(str(folder), params, config, dtype)
+    hf.save_params(str(folder), params, config, dtype=dtype)
     return params
 
 
@@ -140,7 +140,7 @@ def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(sizes, tmp_pa
 @pytest.mark.parametrize("config", [SMALL, TIED, MOE, UNSCALED], ids=["untied", "tied", "experts", "unscaled shares"])
 def test_config_survives_the_folder(config, yarn, tmp_path):
     config = dataclasses.replace(config, yarn=yarn)
-    hf.save_params(str(tmp_path), random_params(config), config, "float32")
+    hf.save_params(str(tmp_path), random_params(config), config, dtype="float32")
     assert hf.load_config(str(tmp_path)) == config
 
 
@@ -228,7 +228,9 @@ def test_config_of_the_released_mixture(tmp_path):
 def test_load_then_save_keeps_every_byte(config, dtype, file_bytes, tmp_path, partition, monkeypatch):
     monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", file_bytes)
     save(tmp_path / "first", config, dtype)
-    hf.save_params(str(tmp_path / "second"), hf.load_params(str(tmp_path / "first"), config, partition), config, dtype)
+    hf.save_params(
+        str(tmp_path / "second"), hf.load_params(str(tmp_path / "first"), config, partition), config, dtype=dtype
+    )
     first, second = (sorted(p.name for p in (tmp_path / part).iterdir()) for part in ("first", "second"))
     assert first == second
     assert (len(first) > 4) == (file_bytes == 10_000)
@@ -239,7 +241,7 @@ def test_load_then_save_keeps_every_byte(config, dtype, file_bytes, tmp_path, pa
 
 def test_loading_as_float32_widens_exactly(tmp_path, partition):
     params = save(tmp_path, SMALL, "bfloat16")
-    loaded = hf.load_params(str(tmp_path), SMALL, partition, jnp.float32)
+    loaded = hf.load_params(str(tmp_path), SMALL, partition, dtype=jnp.float32)
     assert_same_trees(loaded, jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params))
 
 
@@ -297,7 +299,7 @@ def test_tokenizer_files_travel_along(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         (source / name).write_text(name)
     (source / "notes.txt").write_text("not a tokenizer's")
-    hf.save_params(str(tmp_path / "out"), random_params(SMALL), SMALL, "float32", tokenizer_from=str(source))
+    hf.save_params(str(tmp_path / "out"), random_params(SMALL), SMALL, dtype="float32", tokenizer_from=str(source))
     copied = {path.name for path in (tmp_path / "out").iterdir()} - {"config.json", tensor_folder.SINGLE}
     assert copied == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja"
@@ -331,7 +333,7 @@ def test_sharded_parameters_are_saved_whole(tmp_path):
     mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
     params = save(tmp_path / "plain")
     placed = jax.device_put(params, partitioner(mesh, LEARNER).shardings(qwen3.param_specs(SMALL)))
-    hf.save_params(str(tmp_path / "sharded"), placed, SMALL, "float32")
+    hf.save_params(str(tmp_path / "sharded"), placed, SMALL, dtype="float32")
     plain, sharded = (tmp_path / part / tensor_folder.SINGLE for part in ("plain", "sharded"))
     assert plain.read_bytes() == sharded.read_bytes()
 
@@ -503,7 +505,7 @@ def test_a_tensor_with_a_value_that_is_not_finite_is_named(name, shape, bad, fol
     values = np.ones(shape)
     values.flat[-1] = bad
     edit_tensors(folder, {name: values})
-    message = refusal(lambda: hf.load_params(str(folder), SMALL, partition, jnp.float32))
+    message = refusal(lambda: hf.load_params(str(folder), SMALL, partition, dtype=jnp.float32))
     assert f"policy.path: {name} in '{folder}' has 1 values that are not finite, of {values.size}" in message
 
 
@@ -686,7 +688,7 @@ def our_logits(params, config, partition):
     learner = compiled(config, partition)(params, tokens, row_positions(tokens)).logits
     rollout = qwen3.inference_params(params, config, jnp.float32)
     shape, table = own_pages(*tokens.shape)
-    cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape)
+    cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape=shape)
     blocks, run = [], compiled(config, partition)
     for part in (slice(0, 8), slice(8, 16), slice(16, 17)):
         out = run(rollout, tokens[:, part], row_positions(tokens)[:, part], cache=cache, table=table)
@@ -709,7 +711,7 @@ def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard
     for logits in our_logits(params, config, partition):
         np.testing.assert_allclose(logits, expected, **PARITY)
     # Written again by us: the same names, shapes, dtypes and bytes.
-    hf.save_params(str(tmp_path / "ours"), params, config, "float32")
+    hf.save_params(str(tmp_path / "ours"), params, config, dtype="float32")
     theirs, ours = tensors_of(tmp_path), tensors_of(tmp_path / "ours")
     assert ours.keys() == theirs.keys()
     assert_same_trees(ours, theirs)

@@ -67,7 +67,7 @@ def test_each_shape_of_a_step_is_announced_once():
     programs.on_program = lambda program, seconds: told.append(program)
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     for T in (3, 4, 3):
-        rows = rows_of(np.ones((2, T), np.int32), np.ones(2, int), np.full(2, T), 0)
+        rows = rows_of(np.ones((2, T), np.int32), np.ones(2, int), np.full(2, T), pad_id=0)
         assert int(step(1, rows)) == 1 + 2 * T
     assert told == ["update 2 x 3 tokens", "update 2 x 4 tokens"]
     assert compiled.count("/jax/core/compile/backend_compile_duration") == 2

@@ -16,14 +16,14 @@ from tests.helpers.policies import SMALL, random_params
 
 @pytest.fixture
 def folder(tmp_path):
-    hf.save_params(str(tmp_path), random_params(SMALL), SMALL, "float32")
+    hf.save_params(str(tmp_path), random_params(SMALL), SMALL, dtype="float32")
     return tmp_path
 
 
 @pytest.fixture
 def sharded_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", 10_000)
-    hf.save_params(str(tmp_path), random_params(SMALL), SMALL, "float32")
+    hf.save_params(str(tmp_path), random_params(SMALL), SMALL, dtype="float32")
     return tmp_path
 
 

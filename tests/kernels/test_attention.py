@@ -169,7 +169,9 @@ def test_what_is_written_is_read_and_nothing_else_changes(T, dtype):
 
 def test_a_pool_without_heads_is_written_too():
     pool, table = jnp.zeros((4, 16)), jnp.array([[2, 4], [1, 3]], jnp.int32)
-    found = op.write_pool(pool, table, jnp.array([[3, 16], [15, 16]], jnp.int32), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    found = op.write_pool(
+        pool, table, jnp.array([[3, 16], [15, 16]], jnp.int32), new=jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    )
     assert [tuple(x) for x in np.argwhere(found)] == [(1, 15), (2, 3), (3, 0)]
     assert [found[1, 15], found[2, 3], found[3, 0]] == [3.0, 1.0, 4.0]
 

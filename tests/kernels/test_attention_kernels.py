@@ -215,7 +215,7 @@ def test_a_fused_product_compiles_without_a_copy_of_the_pool(Q):
     shapes = {"fused": ((B, Q, K, R + 2, H), jnp.bfloat16), "scale": ((H,), jnp.bfloat16)}
     shapes["angle"] = ((B, Q, 1, H // 2), jnp.float32)
     fused, scale, angle = (jax.ShapeDtypeStruct(*shape) for shape in shapes.values())
-    heads = op.Heads(scale, scale, angle, angle)
+    heads = op.Heads(scale, scale, angle, cos=angle)
     memory = targets.compiled("cuda", fused_loop, pages, fused, heads, table, positions, donate=0).memory_analysis()
     assert memory.temp_size_in_bytes < 0.25 * pages.size * pages.dtype.itemsize
 

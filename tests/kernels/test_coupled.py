@@ -135,9 +135,12 @@ def test_a_draft_that_equals_the_target_is_always_kept_also_on_a_reduced_vocabul
     target[:, k, 4] = 0
     noise = Noise(jnp.uint32(3), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32) % 50)
     for sampling in (COUPLED["plain"], COUPLED["cold"]):
-        given = [sample_draft(noise, jnp.array(draft[:, i]), i, jnp.array(vocab_map), sampling) for i in range(k)]
+        given = [
+            sample_draft(noise, jnp.array(draft[:, i]), i, vocab_map=jnp.array(vocab_map), sampling=sampling)
+            for i in range(k)
+        ]
         tokens = jnp.stack(given, axis=1)
-        drafted = Draft(tokens, jnp.array(draft), jnp.zeros(B, bool), jnp.array(vocab_map))
+        drafted = Draft(tokens, jnp.array(draft), jnp.zeros(B, bool), vocab_map=jnp.array(vocab_map))
         out = verify(VerifyInputs(noise, drafted, jnp.array(target)), sampling)
         np.testing.assert_array_equal(out.num_accepted, k)
         assert set(np.asarray(tokens).ravel().tolist()) == set(vocab_map.tolist())
@@ -150,8 +153,8 @@ def test_a_full_vocabulary_in_the_order_of_a_map_drafts_the_same_tokens():
         np.array([4, 8, 0, 2, 7, 1, 3, 6, 5]),
     )
     noise = Noise(jnp.uint32(3), jnp.arange(1000, dtype=jnp.uint32), jnp.full(1000, 5, jnp.int32))
-    full = sample_draft(noise, jnp.array(logits), 2, None, COUPLED["plain"])
-    mapped = sample_draft(noise, jnp.array(logits[:, order]), 2, jnp.array(order), COUPLED["plain"])
+    full = sample_draft(noise, jnp.array(logits), 2, vocab_map=None, sampling=COUPLED["plain"])
+    mapped = sample_draft(noise, jnp.array(logits[:, order]), 2, vocab_map=jnp.array(order), sampling=COUPLED["plain"])
     np.testing.assert_array_equal(full, mapped)
 
 
@@ -159,7 +162,13 @@ def test_a_draft_is_keyed_by_absolute_position():
     logits = jnp.array(np.random.default_rng(1).normal(size=(1000, 9)), jnp.float32)
     ids = jnp.arange(1000, dtype=jnp.uint32)
     drafts = [
-        sample_draft(Noise(jnp.uint32(3), ids, jnp.full(1000, position)), logits, offset, None, COUPLED["plain"])
+        sample_draft(
+            Noise(jnp.uint32(3), ids, jnp.full(1000, position)),
+            logits,
+            offset,
+            vocab_map=None,
+            sampling=COUPLED["plain"],
+        )
         for position, offset in [(5, 2), (7, 0), (5, 0)]
     ]
     np.testing.assert_array_equal(drafts[0], drafts[1])
@@ -171,7 +180,9 @@ def test_it_uses_no_uniform_and_nothing_else_uses_its_noise(monkeypatch):
         raise AssertionError("noise of another rule")
 
     def block(sampling, noise, logits, deterministic):
-        drafts = jnp.stack([sample_draft(noise, logits[:, i], i, None, sampling) for i in range(2)], axis=1)
+        drafts = jnp.stack(
+            [sample_draft(noise, logits[:, i], i, vocab_map=None, sampling=sampling) for i in range(2)], axis=1
+        )
         return verify(VerifyInputs(noise, Draft(drafts, logits[:, :2], deterministic), logits), sampling)
 
     noise = Noise(jnp.uint32(3), jnp.arange(5, dtype=jnp.uint32), jnp.full(5, 7))
@@ -194,4 +205,4 @@ def test_float64_logits_are_compared_in_float64(monkeypatch):
         out = verify(VerifyInputs(noise, nothing_drafted(1), logits), COUPLED["warm"])
         assert out.tokens.tolist() == [[1]]
         for vocab_map in (None, jnp.array([0, 1])):
-            assert sample_draft(noise, logits[:, 0], 0, vocab_map, COUPLED["warm"]).tolist() == [1]
+            assert sample_draft(noise, logits[:, 0], 0, vocab_map=vocab_map, sampling=COUPLED["warm"]).tolist() == [1]

@@ -37,7 +37,7 @@ def shapes_of(E, D, F, stored="bfloat16"):
     scales = None
     if stored not in ("bfloat16", "float32"):
         scales = of(jnp.bfloat16, E, 1, F), of(jnp.bfloat16, E, 1, F), of(jnp.bfloat16, E, 1, D)
-    return Matrices(of(stored, E, D, F), of(stored, E, D, F), of(stored, E, F, D), scales)
+    return Matrices(of(stored, E, D, F), of(stored, E, D, F), of(stored, E, F, D), scales=scales)
 
 
 interpreted = functools.partial(gpu.swiglu, interpret=GPU)

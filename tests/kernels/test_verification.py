@@ -130,8 +130,8 @@ def emitted_distribution(model, sampling, drafts, draft_weights, certain=None):
         jnp.array(np.where(drafts >= 0, drafts, V - 1)[path]),
         None if certain == "no logits" else jnp.array(model.draft_logits(drafts)[path]),
         jnp.full(len(path), bool(certain)),
-        model.jax_map(),
-        jnp.array((drafts >= 0).sum(axis=1)[path]) if (drafts < 0).any() else None,
+        vocab_map=model.jax_map(),
+        num_drafted=jnp.array((drafts >= 0).sum(axis=1)[path]) if (drafts < 0).any() else None,
     )
     out = verify_with(jnp.array(uniform), draft, jnp.array(model.along(model.target, drafts)[path]), sampling)
     tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
@@ -328,7 +328,7 @@ def two_blocks(model, sampling, ids, k):
             noise = Noise(seed, ids, 17 + count)
             nodes, drafts = [node], []
             for i in range(k):
-                drafts.append(sample_draft(noise, draft[nodes[-1]], i, None, sampling))
+                drafts.append(sample_draft(noise, draft[nodes[-1]], i, vocab_map=None, sampling=sampling))
                 nodes.append(V * nodes[-1] + drafts[-1] + 1)
             nodes = jnp.stack(nodes, axis=1)
             drafted = Draft(jnp.stack(drafts, axis=1), draft[nodes[:, :-1]], jnp.zeros(B, bool))
@@ -605,7 +605,7 @@ def test_greedy_with_nothing_drafted_is_the_argmax():
 # --- rows
 
 
-ROW_SAMPLINGS = [*(Sampling(0.8, 5, 0.9, rule) for rule in [*RATIO_RULES, "coupled"]), Sampling(0.0)]
+ROW_SAMPLINGS = [*(Sampling(0.8, 5, 0.9, rule=rule) for rule in [*RATIO_RULES, "coupled"]), Sampling(0.0)]
 
 
 @pytest.mark.slow
@@ -726,5 +726,5 @@ def test_a_seed_draws_what_it_drew(sampling, recorded, by_row):
     noise = Noise(jnp.uint32(9), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
     drafted = Draft(drafts, jnp.array(draft), jnp.arange(B) % 3 == 2)
     own = own_sampling([sampling] * B) if by_row else None
-    out = verify(VerifyInputs(noise, drafted, jnp.array(target), own), sampling)
+    out = verify(VerifyInputs(noise, drafted, jnp.array(target), sampling=own), sampling)
     assert [row[: n + 1] for row, n in zip(out.tokens.tolist(), out.num_accepted.tolist())] == recorded

@@ -31,7 +31,7 @@ def arguments(k):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     noise = Noise(of(jnp.uint32), of(jnp.uint32, B), of(jnp.int32, B))
-    draft = Draft(of(jnp.int32, B, k), of(jnp.float32, B, k, VD), of(jnp.bool_, B), of(jnp.int32, VD))
+    draft = Draft(of(jnp.int32, B, k), of(jnp.float32, B, k, VD), of(jnp.bool_, B), vocab_map=of(jnp.int32, VD))
     return (VerifyInputs(noise, draft, of(jnp.float32, B, k + 1, V)),)
 
 

@@ -92,7 +92,7 @@ def test_residual_equals_the_definition(backend, V):
     row = np.array([2, 0, 0, 3, 1], np.int32)
     scale = np.array([1.0, 0.3, 0.9, 0.0, 1.0], np.float32)
     p_norm, q_norm = np.full(N, 9.0, np.float32), np.linspace(8, 10, N).astype(np.float32)
-    terms = ResidualTerms(np.full(N, temperature, np.float32), scale, p_norm, q_norm)
+    terms = ResidualTerms(np.full(N, temperature, np.float32), scale, p_norm, q_norm=q_norm)
     found = KERNELS[backend].residual(TileOptions(V), target, row, draft, terms)
     p = np.exp(target[row].astype(np.float64) / temperature - 9.0)
     q = np.exp(draft.astype(np.float64) / temperature - q_norm[:, None])
@@ -119,7 +119,10 @@ def case(k, seed, reduced, kind="drawn"):
     if kind == "refused":
         np.put_along_axis(target[:, :k], tokens[..., None], -np.inf, axis=-1)
     draft = Draft(
-        jnp.array(tokens), jnp.array(draft), jnp.zeros(B, bool), None if vocab_map is None else jnp.array(vocab_map)
+        jnp.array(tokens),
+        jnp.array(draft),
+        jnp.zeros(B, bool),
+        vocab_map=None if vocab_map is None else jnp.array(vocab_map),
     )
     noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32) * 5 + seed, jnp.arange(B, dtype=jnp.int32) + 30)
     return VerifyInputs(noise, draft, jnp.array(target))
@@ -146,7 +149,7 @@ SAMPLINGS = {
     "rejection": Sampling(),
     "block": Sampling(rule="block"),
     "coupled": Sampling(rule="coupled"),
-    "cut": Sampling(0.8, 20, 0.9, "block"),
+    "cut": Sampling(0.8, 20, 0.9, rule="block"),
     "top-k 1": Sampling(1.0, 1),
     "greedy": Sampling(0.0),
 }
@@ -188,7 +191,7 @@ def test_equally_likely_tokens_at_the_border_are_the_references(backend, rule):
     """Logits in steps of 1: dozens tie with the last one kept, of which the lowest ids stay."""
     inputs = with_draft(case(3, 1, True), deterministic=SOME)
     inputs = dataclasses.replace(inputs, target_logits=jnp.round(inputs.target_logits))
-    mask = reference.verify(inputs, sampling := Sampling(0.8, 40, 0.97, rule)).mask
+    mask = reference.verify(inputs, sampling := Sampling(0.8, 40, 0.97, rule=rule)).mask
     smallest = jnp.take_along_axis(inputs.target_logits, jnp.take_along_axis(mask.ids, mask.count[..., None] - 1, 2), 2)
     assert ((inputs.target_logits >= smallest).sum(axis=-1) > mask.count).any()
     compare(backend, sampling, inputs)

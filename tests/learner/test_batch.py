@@ -226,7 +226,7 @@ def gradient_of(name, packing=None, size=None):
     rng = np.random.default_rng(7)
     # By token, so that both layouts have the same: a function of the target.
     ref = (-4.85 + rng.normal(0, 0.3, 128)).astype(np.float32)[batch.rows.targets]
-    inputs = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.loss_mask)
+    inputs = LossInputs(batch.behaviour, ref, batch.advantages, behaviour=ref - 0.2, loss_mask=batch.loss_mask)
     _, step = step_functions("one", PLAIN, OBJECTIVES[name])
     state, metrics, learnt = update_policy(step, recording_state("one"), batch.rows, inputs, size)
     return jax.device_get((state.opt_state, metrics.terms)), np.sort(np.asarray(learnt.logprobs)[batch.rows.mask])

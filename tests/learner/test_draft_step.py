@@ -47,13 +47,13 @@ from tests.helpers.training import make_run
 from tests.helpers.updates import in_parts, update_draft, update_policy
 from tests.learner.test_policy_step import assert_trees_close, recorder
 
-POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
+POLICY = qwen3.Qwen3Config(48, 32, 7, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False, max_positions=64)
 VD = 24
 HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
 IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
 F32 = jnp.dtype("float32")
 B, T = 8, 14
-LEARN = PolicyForward(POLICY, F32, False, 0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
+LEARN = PolicyForward(POLICY, F32, False, vocab_tile=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
 DRAFT_LEARN = DraftForward(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, temperature=0.8)
 OBJECTIVE = Objective(0.2, 0.28, 0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
@@ -82,7 +82,7 @@ def make_batch(vocab, batch, length, seed=0):
     prompts = [rng.integers(2, vocab, rng.integers(1, 5)).tolist() for _ in range(batch)]
     responses = [rng.integers(2, vocab, rng.integers(3, length - 4)).tolist() for _ in range(batch)]
     logprobs = (-np.log(vocab) + rng.normal(0, 0.1, (batch, length))).astype(np.float32)
-    rows = make_rows(prompts, responses, length, 0)
+    rows = make_rows(prompts, responses, length, pad_id=0)
     return rows, LossInputs(logprobs, None, rng.normal(size=(batch, 1)).astype(np.float32))
 
 
@@ -105,8 +105,8 @@ def host_made_state(setup):
     # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
     policy |= {"embed": 20 * policy["embed"]}
     return RunState(
-        init_state(policy, policy_specs, setup.learner.optimizer, partition),
-        init_state(head, head_specs, setup.learner.draft_optimizer, partition),
+        init_state(policy, policy_specs, setup.learner.optimizer, partition=partition),
+        init_state(head, head_specs, setup.learner.draft_optimizer, partition=partition),
         initial_vocab_map(setup.learner),
     )
 
@@ -160,7 +160,7 @@ def runs(kind):
             rows, inputs = make_batch(
                 setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i
             )
-            state, updates_of_step = update(setup.learner, state, rows, inputs, online)
+            state, updates_of_step = update(setup.learner, state, rows, inputs=inputs, train_draft=online)
             states.append(jax.device_get(state))
             updates.append(jax.device_get(updates_of_step))
         results[online] = states, updates
@@ -202,7 +202,7 @@ def test_by_every_loss_the_policy_stays_bit_equal(loss):
     for i in range(2):
         rows, inputs = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i)
         before = jax.device_get(state.draft.params)
-        state, found = update(setup.learner, state, rows, inputs, True)
+        state, found = update(setup.learner, state, rows, inputs=inputs, train_draft=True)
         assert_trees_equal(state.policy, off[1 + i].policy)
         assert_trees_equal(found.policy, off_updates[i].policy)
         assert differ(before, jax.device_get(state.draft.params))
@@ -288,7 +288,7 @@ def learned(positions, drawn=None):
     state = host_made_state(setup)
     rows, inputs = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length)
     rows = rows.replace(drawn=None if drawn is None else jnp.asarray(drawn(np.asarray(rows.mask))))
-    state, updates = update(setup.learner, state, rows, inputs, True)
+    state, updates = update(setup.learner, state, rows, inputs=inputs, train_draft=True)
     return jax.device_get(updates.draft[0]), jax.device_get(state.draft.params)
 
 
@@ -337,10 +337,10 @@ def two_minibatches(train_draft):
         predict_step=predict_step,
         microbatches=lambda rows: [rows],
     )
-    rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
+    rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, pad_id=0)
     inputs = LossInputs(np.zeros((4, 2)), None, np.zeros((4, 1)))
     state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
-    return seen, *update(learner, state, rows, inputs, train_draft)
+    return seen, *update(learner, state, rows, inputs=inputs, train_draft=train_draft)
 
 
 def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
@@ -374,18 +374,18 @@ def policy_params():
     return draw(qwen3.param_specs(POLICY), 1)
 
 
-MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1.0, 0.0, 0.999, 0))
+MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, clip=1.0, weight_decay=0.0, b2=0.999, decay_steps=0))
 
 
 @functools.cache
 def policy_step(partition):
-    return make_policy_step(LEARN, OBJECTIVE, MOVES, partition)
+    return make_policy_step(LEARN, OBJECTIVE, MOVES, partition=partition)
 
 
 def policy_state(params, partition):
     """Fresh: a step donates it."""
     params = jax.device_put(params, partition.shardings(qwen3.param_specs(POLICY)))
-    return init_state(params, qwen3.param_specs(POLICY), MOVES, partition)
+    return init_state(params, qwen3.param_specs(POLICY), MOVES, partition=partition)
 
 
 @pytest.mark.slow
@@ -422,7 +422,9 @@ def test_features_carry_no_gradient(policy_params, partition):
 
 def test_without_a_head_there_are_no_features(policy_params, partition):
     rows, inputs = make_batch(POLICY.vocab, 2, T)
-    step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
+    step = make_policy_step(
+        dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition=partition
+    )
     state = policy_state(policy_params, partition)
     assert jax.eval_shape(step.gradient, state, rows, inputs)[1].features is None
 
@@ -467,7 +469,9 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
     tables = make_read_tables(POLICY, partition)(
         jax.device_put(policy, partition.shardings(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
     )
-    state = init_state(jax.device_put(draw(specs, 4), partition.shardings(specs)), specs, recorder(), partition)
+    state = init_state(
+        jax.device_put(draw(specs, 4), partition.shardings(specs)), specs, recorder(), partition=partition
+    )
     learner = dataclasses.replace(DRAFT_LEARN, loss=loss, vocab_tile=vocab_tile)
     step = make_draft_step(learner, recorder(), partition)
     state, metrics = update_draft(step, state, tables, features, rows, microbatch)
@@ -517,7 +521,7 @@ def test_updates_with_some_anchors_take_turns_over_all_tokens(partition):
         4.0 + rng.normal(size=(B, T)).astype("f4"),
     )
     tables = make_read_tables(POLICY, partition)(draw(qwen3.param_specs(POLICY), 1), jnp.asarray(IDS))
-    state = init_state(draw(draft.specs, 4), draft.specs, recorder(), partition)
+    state = init_state(draw(draft.specs, 4), draft.specs, recorder(), partition=partition)
     whole = dataclasses.replace(DRAFT_LEARN, draft=draft, ttt_steps=1)
     some = dataclasses.replace(whole, anchor_stride=3)
 
@@ -551,10 +555,10 @@ def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     places = pack(lengths, 3 * T)
 
     def moved(x):
-        flat = [packed(part, places, lengths, 0) for part in x.reshape(B, T, -1).transpose(2, 0, 1)]
+        flat = [packed(part, places, lengths, empty=0) for part in x.reshape(B, T, -1).transpose(2, 0, 1)]
         return np.stack(flat, -1).reshape(places.rows, places.tokens, *x.shape[2:])
 
-    together = packed_rows(rows, places, lengths, 0)
+    together = packed_rows(rows, places, lengths, pad_id=0)
     assert places.rows < B / 2 and together.segments.max() >= 3
     params = draw(draft.specs, 4)
     policy = draw(qwen3.param_specs(POLICY), 1)
@@ -564,7 +568,7 @@ def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     (gradient, metrics), (gradient_apart, metrics_apart) = (
         jax.device_get((state.opt_state, found))
         for text, given in ((together, jax.tree.map(moved, features)), (rows, features))
-        for fresh in [init_state(jax.tree.map(jnp.asarray, params), draft.specs, recorder(), partition)]
+        for fresh in [init_state(jax.tree.map(jnp.asarray, params), draft.specs, recorder(), partition=partition)]
         for state, found in [update_draft(step, fresh, tables, given, text)]
     )
     # Float32 through a layer a step over other shapes.
@@ -595,16 +599,16 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     policy = cycling_policy()
     rollout_partition = partitioner(partition.mesh, ROLLOUT)
     limits = EngineConfig(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
-    config = InferenceConfig(Sampling(0.0), limits, 0, F32, F32)
+    config = InferenceConfig(Sampling(0.0), limits, 0, dtype=F32, cache_dtype=F32)
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
-    prepare = make_prepare(POLICY, HEAD, config, rollout_partition, rollout_partition)
-    drafter = HEAD.drafter(DrafterConfig(K, config.sampling, F32, rollout_partition))
-    engine = make_rollout_engine(POLICY, HEAD, drafter, config, tokenizer, rollout_partition)
+    prepare = make_prepare(POLICY, HEAD, config, partition=rollout_partition, learner=rollout_partition)
+    drafter = HEAD.drafter(DrafterConfig(K, config.sampling, F32, partition=rollout_partition))
+    engine = make_rollout_engine(POLICY, HEAD, drafter, config=config, tokenizer=tokenizer, partition=rollout_partition)
     # Two tokens at least: a draft starts from a pair.
     prompts = [np.roll(CYCLE, -i)[: 2 + i % 3].tolist() for i in range(6)]
 
     def drafted(draft):
-        rollouts = engine.generate(prepare(policy, draft, jnp.asarray(IDS)), prompts, 1, 0)
+        rollouts = engine.generate(prepare(policy, draft, jnp.asarray(IDS)), prompts, 1, seed=0)
         place = {token: i for i, token in enumerate(CYCLE.tolist())}
         for row in range(6):
             text = rollouts.tokens[row, : rollouts.length[row]]
@@ -612,11 +616,11 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
         return rollouts.response_length.sum() / rollouts.verifications.sum()
 
     specs = HEAD.specs
-    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.95, 0))
-    state = init_state(jax.tree.map(jnp.asarray, draw(specs, 8)), specs, optimizer, partition)
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, clip=1.0, weight_decay=0.0, b2=0.95, decay_steps=0))
+    state = init_state(jax.tree.map(jnp.asarray, draw(specs, 8)), specs, optimizer, partition=partition)
     assert drafted(state.params) < 2.0
     texts = [np.tile(np.roll(CYCLE, -i), 3)[:24].tolist() for i in range(len(CYCLE))]
-    rows = make_rows([text[:1] for text in texts], [text[1:] for text in texts], 24, 0)
+    rows = make_rows([text[:1] for text in texts], [text[1:] for text in texts], 24, pad_id=0)
     features = make_feature_step(LEARN, partition)(policy, rows)
     tables = make_read_tables(POLICY, partition)(policy, jnp.asarray(IDS))
     learner = dataclasses.replace(DRAFT_LEARN, temperature=0.0)

@@ -31,12 +31,12 @@ from specrl_jax.training.initial import initial_state
 from tests.helpers.training import make_run
 
 V = 10
-MODEL = Qwen3Config(V, 3, 1, 1, 1, 3, 3, tied=True, max_positions=8)
+MODEL = Qwen3Config(V, 3, 1, heads=1, kv_heads=1, head_dim=3, mlp=3, tied=True, max_positions=8)
 # The policy's table, whose rows are unlike any of the head's.
 POLICY = TrainState(jnp.int32(0), {"embed": 100 + jnp.arange(30.0).reshape(V, 3)}, None)
 SPECS = {
-    "unembed": ParamSpec((3, 3), ("vocab", "embed"), 3, "", ""),
-    "fc": ParamSpec((3, 3), (None, "embed"), 3, "", ""),
+    "unembed": ParamSpec((3, 3), ("vocab", "embed"), 3, hf_name="", hf_layout=""),
+    "fc": ParamSpec((3, 3), (None, "embed"), 3, hf_name="", hf_layout=""),
 }
 # As much of a draft over three ids as the vocabulary reads.
 DRAFT = types.SimpleNamespace(vocab=3, specs=SPECS)
@@ -94,7 +94,7 @@ def test_coverage():
 def state_of(ids, updates=1, optimizer="adamw"):
     """A head of two leaves after an update that gave every row a moment of its own."""
     params = {"unembed": jnp.arange(3.0 * len(ids)).reshape(len(ids), 3) + 1, "fc": jnp.ones((3, 3))}
-    optimizer = make_optimizer(OptimizerConfig(optimizer, 0.1, 0, 1e9, 0.0, 0.95, 0))
+    optimizer = make_optimizer(OptimizerConfig(optimizer, 0.1, 0, clip=1e9, weight_decay=0.0, b2=0.95, decay_steps=0))
     opt_state = optimizer.init(params)
     for _ in range(updates):
         _, opt_state = optimizer.update(params, opt_state, params)
@@ -103,7 +103,7 @@ def state_of(ids, updates=1, optimizer="adamw"):
 
 def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_policys():
     before, lm_head = state_of([1, 4, 6]), POLICY.params["embed"]
-    after = move_vocabulary(before, ["unembed"], np.array([1, 4, 6]), np.array([0, 1, 6]), lm_head)
+    after = move_vocabulary(before, ["unembed"], np.array([1, 4, 6]), new=np.array([0, 1, 6]), lm_head=lm_head)
     for old, new in zip(jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state), strict=True):
         if old.shape != (3, 3) or np.array_equal(old, new):
             np.testing.assert_array_equal(new, old)
@@ -121,7 +121,9 @@ def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_p
 def test_moments_move_along_under_every_optimizer():
     """Muon parts the parameters: the table's moments are AdamW's, in a tree that has no matrices."""
     before = state_of([5, 6, 7], optimizer="muon")
-    after = move_vocabulary(before, ["unembed"], np.array([5, 6, 7]), np.array([1, 6, 7]), POLICY.params["embed"])
+    after = move_vocabulary(
+        before, ["unembed"], np.array([5, 6, 7]), new=np.array([1, 6, 7]), lm_head=POLICY.params["embed"]
+    )
     moments = {
         jax.tree_util.keystr(path): np.asarray(x)
         for path, x in jax.tree.flatten_with_path(after.opt_state)[0]
@@ -142,11 +144,11 @@ def test_every_table_with_a_row_for_each_draft_id_moves(kind):
 def test_a_new_row_of_a_table_that_is_not_the_policys_adds_nothing():
     """DSpark's Markov head: rows and moments follow the ids."""
     params = {name: jnp.arange(6.0).reshape(3, 2) + 1 for name in ("unembed", "markov_out", "markov_in")}
-    optimizer = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1e9, 0.0, 0.95, 0))
+    optimizer = make_optimizer(OptimizerConfig("adamw", 0.1, 0, clip=1e9, weight_decay=0.0, b2=0.95, decay_steps=0))
     _, opt_state = optimizer.update(params, optimizer.init(params), params)
     before = TrainState(params=params, opt_state=opt_state, step=jnp.int32(1))
     tables = ["markov_out", "unembed"]
-    after = move_vocabulary(before, tables, np.array([1, 4, 6]), np.array([0, 1, 6]), jnp.full((V, 2), 9.0))
+    after = move_vocabulary(before, tables, np.array([1, 4, 6]), new=np.array([0, 1, 6]), lm_head=jnp.full((V, 2), 9.0))
     for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else ""
         fresh = jnp.full(2, 9.0 if path[0].name == "params" and name == "unembed" else 0.0)

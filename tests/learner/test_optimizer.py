@@ -16,9 +16,9 @@ from tests.learner.test_policy_step import initial_params as nano_params
 
 @pytest.mark.parametrize("healthy", [True, False])
 def test_a_skipped_update_changes_no_bit(healthy):
-    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.999, 0))
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, clip=1.0, weight_decay=0.0, b2=0.999, decay_steps=0))
     params = {"w": jnp.array([1.0, 2.0])}
-    state = init_state(params, {"w": SPECS["final_norm"]}, optimizer, partition_of("one"))
+    state = init_state(params, {"w": SPECS["final_norm"]}, optimizer, partition=partition_of("one"))
     before = jax.device_get(state)
     gradient = {"w": jnp.array([0.5, np.nan])}
     after, growth = jax.jit(apply_gradient, static_argnums=2)(state, gradient, optimizer, healthy)
@@ -31,7 +31,9 @@ def test_a_skipped_update_changes_no_bit(healthy):
 def test_the_growth_of_an_update(rate):
     """Adam's first update moves each weight by the rate, against its gradient."""
     optimizer = make_optimizer(OptimizerConfig("adamw", rate))
-    state = init_state({"w": jnp.array([1.0, 2.0])}, {"w": SPECS["final_norm"]}, optimizer, partition_of("one"))
+    state = init_state(
+        {"w": jnp.array([1.0, 2.0])}, {"w": SPECS["final_norm"]}, optimizer, partition=partition_of("one")
+    )
     _, growth = jax.jit(apply_gradient, static_argnums=2)(state, {"w": jnp.array([-1.0, 1.0])}, optimizer, True)
     # Adam's epsilon is 1e-8 of the gradient, and its bias corrections are a few float32 roundings.
     np.testing.assert_allclose(growth, np.hypot(1 + rate, 2 - rate) / np.hypot(1, 2), rtol=1e-5)
@@ -39,7 +41,10 @@ def test_the_growth_of_an_update(rate):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_muons_moments_lie_where_their_parameters_lie(mesh):
-    partition, optimizer = partition_of(mesh), make_optimizer(OptimizerConfig("muon", 1e-3, 0, 1.0, 0.0, 0.999, 0))
+    partition, optimizer = (
+        partition_of(mesh),
+        make_optimizer(OptimizerConfig("muon", 1e-3, 0, clip=1.0, weight_decay=0.0, b2=0.999, decay_steps=0)),
+    )
     shardings = state_shardings(SPECS, optimizer, partition)
     shapes = jax.eval_shape(optimizer.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), SPECS))
     wanted = {s.shape: partition.sharding(s.axes) for s in jax.tree.leaves(SPECS) if len(s.shape) > 1}
@@ -58,7 +63,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
 
     Five turns of Newton-Schulz bring all but the smallest between 0.7 and 1.2. Norms and tables are NAdamW's.
     """
-    optimizer = make_optimizer(OptimizerConfig("muon", 1.0, 0, 1e9, 0.0, 0.999, 0))
+    optimizer = make_optimizer(OptimizerConfig("muon", 1.0, 0, clip=1e9, weight_decay=0.0, b2=0.999, decay_steps=0))
     params, rng = nano_params(), np.random.default_rng(0)
     gradient = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f4"), params)
     updates, _ = jax.jit(optimizer.update)(gradient, jax.jit(optimizer.init)(params), params)

@@ -55,7 +55,7 @@ def batch():
     rng = np.random.default_rng(0)
     lengths = [(3, 4), (5, 11), (1, 1), (2, 9), (4, 4), (6, 2), (3, 12), (1, 15)]
     prompts, responses = zip(*[(rng.integers(2, 97, p).tolist(), rng.integers(1, 97, r).tolist()) for p, r in lengths])
-    rows = make_rows(prompts, responses, T, 0)
+    rows = make_rows(prompts, responses, T, pad_id=0)
     near = (-4.85 + rng.normal(0, 0.3, (B, T))).astype(np.float32)  # a random policy is near -log(128)
     ref = (near + rng.normal(0, 0.3, (B, T))).astype(np.float32)
     return rows, LossInputs(near, ref, np.repeat(rng.normal(size=(B, 1)).astype(np.float32), T, axis=1))
@@ -76,7 +76,7 @@ def initial_params():
 def step_functions(mesh, learner, objective):
     """Compiled once each; callers pass every argument by position, so that the cache sees equal calls as equal."""
     partition = partition_of(mesh)
-    return make_logprob_step(learner, partition), make_policy_step(learner, objective, recorder(), partition)
+    return make_logprob_step(learner, partition), make_policy_step(learner, objective, recorder(), partition=partition)
 
 
 def recording_state(mesh):
@@ -150,7 +150,7 @@ def test_a_row_is_split_along_its_tokens():
     rows, inputs = batch()
     learner = dataclasses.replace(PLAIN, features=True, remat="full")
     partition = partition_of("sequence 4, fsdp 2")
-    step = make_policy_step(learner, WITH_KL, recorder(), partition)
+    step = make_policy_step(learner, WITH_KL, recorder(), partition=partition)
     state, inputs = recording_state("sequence 4, fsdp 2"), inputs.replace(advantages=np.ones((B, T), "f4"))
     _, _, learnt = update_policy(step, state, rows, inputs)
     D = PLAIN.model.embed
@@ -167,8 +167,8 @@ def test_packed_rows_score_as_one_row_a_sequence(mesh):
     rows, _ = batch()
     length = np.where(rows.mask, np.arange(T)[None] + 2, 0).max(axis=1)
     first, second = np.arange(B) // 2, np.arange(B) % 2
-    places = Places(first, np.where(second, np.roll(length, 1), 0), 1 + second, B // 2, 2 * T)
-    together = packed_rows(rows, places, length, 0)
+    places = Places(first, np.where(second, np.roll(length, 1), 0), 1 + second, rows=B // 2, tokens=2 * T)
+    together = packed_rows(rows, places, length, pad_id=0)
     learner = dataclasses.replace(PLAIN, vocab_tile=0 if mesh == "one" else 30)
     logprobs, entropy = step_functions(mesh, learner, WITH_KL)[0](params_on(mesh), together)
     (alone, entropy_alone), _, _ = results("one", PLAIN)
@@ -236,7 +236,7 @@ def test_kl_is_zero_at_the_reference():
 @pytest.mark.parametrize("mesh", MESHES)
 def test_moments_lie_where_their_parameters_lie(mesh):
     partition = partition_of(mesh)
-    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, clip=1.0, weight_decay=0.0, b2=0.999, decay_steps=0))
     shardings = state_shardings(SPECS, optimizer, partition)
     assert jax.tree.leaves(shardings.params) == jax.tree.leaves(partition.shardings(SPECS))
     for name in ("mu", "nu"):
@@ -248,9 +248,9 @@ def test_moments_lie_where_their_parameters_lie(mesh):
 
 def test_a_fresh_state_is_born_on_its_shards():
     partition = partition_of("fsdp 8")
-    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, clip=1.0, weight_decay=0.0, b2=0.999, decay_steps=0))
     params = jax.device_put(initial_params(), partition.shardings(SPECS))
-    state = init_state(params, SPECS, optimizer, partition)
+    state = init_state(params, SPECS, optimizer, partition=partition)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     assert jax.tree.leaves(placed) == jax.tree.leaves(state_shardings(SPECS, optimizer, partition))
     embed = optax.tree.get(state.opt_state, "mu")["embed"]
@@ -285,12 +285,14 @@ def test_learning_rates(warmup, decay_steps):
     if decay_steps:
         progress = np.clip((at - warmup) / (decay_steps - warmup), 0.0, 1.0)
         expected = PEAK * np.where(at < warmup, at / max(warmup, 1), 0.55 + 0.45 * np.cos(np.pi * progress))
-    got = rates(OptimizerConfig("adamw", PEAK, warmup, 10.0, 0.0, 0.999, decay_steps), 15)
+    got = rates(
+        OptimizerConfig("adamw", PEAK, warmup, clip=10.0, weight_decay=0.0, b2=0.999, decay_steps=decay_steps), 15
+    )
     np.testing.assert_allclose(got, expected, rtol=RATE_RTOL)
 
 
 def test_gradients_are_clipped_by_their_global_norm():
-    optimizer = make_optimizer(OptimizerConfig("adamw", PEAK, 0, 0.5, 0.0, 0.999, 0))
+    optimizer = make_optimizer(OptimizerConfig("adamw", PEAK, 0, clip=0.5, weight_decay=0.0, b2=0.999, decay_steps=0))
     params = {"a": jnp.zeros(2), "b": jnp.zeros(())}
     _, state = optimizer.update({"a": jnp.array([2.0, 1.0]), "b": jnp.array(2.0)}, optimizer.init(params), params)
     # Norm 3 becomes 0.5; the first moment is a tenth of the gradient.
@@ -299,7 +301,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 
 def test_weight_decay_is_decoupled():
-    optimizer = make_optimizer(OptimizerConfig("adamw", PEAK, 0, 1.0, 0.1, 0.999, 0))
+    optimizer = make_optimizer(OptimizerConfig("adamw", PEAK, 0, clip=1.0, weight_decay=0.1, b2=0.999, decay_steps=0))
     params = jnp.array([4.0])
     update, _ = optimizer.update(jnp.zeros(1), optimizer.init(params), params)
     np.testing.assert_allclose(update, [-PEAK * 0.1 * 4.0], rtol=1e-6)

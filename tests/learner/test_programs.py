@@ -1,6 +1,8 @@
 """The learner's programs are compiled in the first step of a run, whatever the rollouts of the later ones are."""
 
 import contextlib
+import dataclasses
+import threading
 import types
 
 import jax
@@ -10,8 +12,9 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
+from specrl_jax.training.beside import Beside
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.update import compute_loss_inputs, update
+from specrl_jax.training.update import compute_loss_inputs, copy_params, update
 from tests.helpers.long import long_but
 from tests.helpers.training import make_run
 
@@ -70,20 +73,48 @@ def training_batch(config, longest, seed):
     return TrainingBatch(rollouts, rng.normal(size=R).astype(np.float32), np.ones(R, bool))
 
 
-@pytest.mark.parametrize("case", long_but(["policy"], CASES))
-def test_nothing_compiles_after_the_first_step(case):
-    """Rows of all lengths, one microbatch of them to many."""
-    (limit, lengths, changes), config = CASES[case], rlzero_tiny.get_config("smoke")
+def make_learner(case):
+    """Return the learner of a case, its first state, and a list of what it will compile."""
+    (limit, _, changes), config, announced = CASES[case], rlzero_tiny.get_config("smoke"), []
     config.rollout.max_response_tokens = limit - config.rollout.max_prompt_tokens
     config.grpo.prompts_per_step, config.policy.remat = 8, "none"
     learner = make_run(config, **changes).learner
-    state, shapes, announced = initial_state(learner), [], []
     learner.programs.on_program = lambda program, seconds: announced.append(program)
+    state = initial_state(learner)
+    if learner.objective.kl_coef:
+        state = dataclasses.replace(state, reference=copy_params(state.policy))
+    return learner, state, announced
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_step_runs_what_was_compiled_beside_the_rollouts(case):
+    learner, state, announced = make_learner(case)
+    ready = threading.Event()
+    beside = Beside(learner, state, ready)
+    ready.set()
+    for thread in beside._threads:
+        thread.join()
+    assert announced
+    announced.clear()
+    drawn = training_batch(learner.plan.config, CASES[case][0], 0)
+    batch = learner_batch(drawn, 0, learner.packing, drawn=learner.tells_drawn)
+    update(learner, state, batch.rows, inputs=compute_loss_inputs(learner, state, batch), train_draft=True)
+    assert not announced
+
+
+@pytest.mark.parametrize("case", long_but(["policy"], CASES))
+def test_nothing_compiles_after_the_first_step(case):
+    """Rows of all lengths, one microbatch of them to many."""
+    limit, lengths, _ = CASES[case]
+    (learner, state, announced), shapes = make_learner(case), []
     with counted() as compiled:
         for step, share in enumerate(LONGEST):
             drawn = training_batch(learner.plan.config, int(share * limit), step)
-            batch = learner_batch(drawn, 0, learner.packing, learner.tells_drawn)
-            state, updates = update(learner, state, batch.rows, compute_loss_inputs(learner, state, batch), True)
+            batch = learner_batch(drawn, 0, learner.packing, drawn=learner.tells_drawn)
+            state, updates = update(
+                learner, state, batch.rows, inputs=compute_loss_inputs(learner, state, batch), train_draft=True
+            )
             shapes.append(batch.rows.tokens.shape)
             if step == 0:
                 assert compiled and len(announced) == len(set(announced))

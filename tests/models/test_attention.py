@@ -140,7 +140,7 @@ def on(platform, capability="9.0", sequence=1):
     "platform, dtype, expected", [("cpu", F32, "xla"), ("gpu", BF16, "cudnn"), ("tpu", F32, "splash")]
 )
 def test_auto_takes_the_kernel_of_the_platform(platform, dtype, expected, recwarn):
-    assert attention.find_attention("auto", 128, dtype, on(platform)) is attention.ATTENTION[expected]
+    assert attention.find_attention("auto", 128, dtype, partition=on(platform)) is attention.ATTENTION[expected]
     assert not recwarn
 
 
@@ -158,7 +158,7 @@ NOT_SO = {
 def test_auto_says_when_a_platform_goes_without_its_kernel(case):
     devices, head_dim, dtype, reason = NOT_SO[case]
     with pytest.warns(UserWarning, match=reason):
-        assert attention.find_attention("auto", head_dim, dtype, devices) is attention.by_xla
+        assert attention.find_attention("auto", head_dim, dtype, partition=devices) is attention.by_xla
 
 
 @pytest.mark.parametrize("case", NOT_SO)
@@ -166,13 +166,13 @@ def test_a_kernel_asked_for_by_name_is_refused_where_it_does_not_run(case):
     devices, head_dim, dtype, reason = NOT_SO[case]
     name = attention.KERNELS[devices.mesh.devices[0].platform]
     with pytest.raises(InputError, match=f"policy.attention={name}: .*{reason}"):
-        attention.find_attention(name, head_dim, dtype, devices)
+        attention.find_attention(name, head_dim, dtype, partition=devices)
 
 
 @pytest.mark.parametrize("name, reason", [("flash", "no attention 'flash'"), ("cudnn", "not on a cpu")])
 def test_what_is_not_there_is_refused(name, reason):
     with pytest.raises(InputError, match=reason):
-        attention.find_attention(name, 128, BF16, on("cpu"))
+        attention.find_attention(name, 128, BF16, partition=on("cpu"))
 
 
 # For real targets, at the shapes of Qwen3-8B on two of tensor's devices
@@ -205,7 +205,7 @@ def test_kernels_compile_and_hold_no_scores(platform, packed):
         pytest.skip("requirements-aot.txt is not installed")
     T = 4096
     there = partitioner(make_mesh({}, targets.devices(platform)[:1]), LEARNER)
-    make = attention.find_attention("auto", H, BF16, there)
+    make = attention.find_attention("auto", H, BF16, partition=there)
     assert make is not attention.by_xla
     run = jax.jit(loss_gradient(make, there, packed)).trace(*rows_of(T, there.replicated))
     found = run.lower(lowering_platforms=(platform,)).compile()

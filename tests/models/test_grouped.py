@@ -165,7 +165,7 @@ def test_what_a_kernel_does_not_take_is_summed_by_tiles():
 def test_a_kernel_takes_quantised_matrices_with_their_scales(kind):
     x, share, chosen, w = draw("anywhere")
     x, share, w = narrow((x, share, w))
-    stored = {name: quantize(m, (1,), kind, jnp.dtype(jnp.float32)) for name, m in w.items()}
+    stored = {name: quantize(m, (1,), kind, dtype=jnp.dtype(jnp.float32)) for name, m in w.items()}
     plain = {name: m.numbers(jnp.float32) * m.scale for name, m in stored.items()}
     found = jax.jit(functools.partial(by_kernel, total=TOTAL))(x, share, jnp.asarray(chosen, jnp.int32), stored)
     np.testing.assert_allclose(found, by_loop(x, share, chosen, plain), atol=1e-5, rtol=0)

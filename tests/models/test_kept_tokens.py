@@ -192,7 +192,9 @@ def test_the_policy_gradient_is_that_of_the_truncated_distribution(sampling, flo
         np.testing.assert_equal(scores.logprobs.dtype, np.float64)
         objective, mask = Objective(0.2, 0.2, kl_coef=0.0), jnp.ones((len(drawn), 2), bool)
         inputs = LossInputs(None, None, advantages)
-        return -grpo_loss(scores.logprobs, scores.entropy, inputs, mask, None, objective).loss.total
+        return -grpo_loss(
+            scores.logprobs, scores.entropy, inputs, mask=mask, segments=None, objective=objective
+        ).loss.total
 
     replayed, ignored = (gradient(jnp.array(table), x) for x in (kept, None))
     scale = np.abs(exact).max()
@@ -223,7 +225,7 @@ def test_no_array_of_every_token_and_entry(kind):
         return found.logprobs.sum() + found.entropy.sum()
 
     def terms(hidden, table, kept, entries):
-        target = TargetDistribution(hidden, table, jnp.zeros(tokens), kept)
+        target = TargetDistribution(hidden, table, jnp.zeros(tokens), kept=kept)
         found = draft_terms(hidden[None], table, target, tiling(entries))
         return found.cross_entropy.sum() + found.overlap.sum()
 

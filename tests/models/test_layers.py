@@ -21,9 +21,9 @@ def draw(*shape, seed=0):
 
 def toy_specs():
     return {
-        "matrix": ParamSpec((300, 200), ("embed", "mlp"), 300, "a", "i o -> i o"),
-        "other": ParamSpec((300, 200), ("embed", "mlp"), 300, "b", "i o -> i o"),
-        "norm": ParamSpec((300,), ("embed",), 0, "c", "a -> a"),
+        "matrix": ParamSpec((300, 200), ("embed", "mlp"), 300, hf_name="a", hf_layout="i o -> i o"),
+        "other": ParamSpec((300, 200), ("embed", "mlp"), 300, hf_name="b", hf_layout="i o -> i o"),
+        "norm": ParamSpec((300,), ("embed",), 0, hf_name="c", hf_layout="a -> a"),
     }
 
 
@@ -121,7 +121,7 @@ def test_rotary_angles_stay_float32_at_long_positions():
 def test_stretched_angles_are_those_of_the_paper(yarn):
     """Qwen3 at four times the length: which dimensions keep their frequency, which have it divided, and the scale."""
     positions = np.array([[0, 1, 257, 40_959, 131_071]], np.int32)
-    sin, cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6, yarn)
+    sin, cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6, yarn=yarn)
     assert sin.dtype == cos.dtype == jnp.float32
     ones = np.concatenate([np.ones(64), np.zeros(64)])
     for t, position in enumerate(positions[0]):
@@ -145,7 +145,7 @@ def test_a_factor_of_one_stretches_nothing():
     positions = jnp.arange(40, dtype=jnp.int32)[None]
     plain, one = (
         layers.rotary_angles(positions, 128, 1e6),
-        layers.rotary_angles(positions, 128, 1e6, layers.Yarn(1.0, 8)),
+        layers.rotary_angles(positions, 128, 1e6, yarn=layers.Yarn(1.0, 8)),
     )
     for a, b in zip(plain, one):
         np.testing.assert_allclose(a, b, atol=1e-5)

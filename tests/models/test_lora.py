@@ -64,11 +64,11 @@ def update(mesh, microbatch=None):
     """(gradient of the adapters, frozen weights afterwards) of one step on the host."""
     partition = partitioner(make_mesh(mesh_sizes(mesh), jax.devices()[: 8 if mesh else 1]), LEARNER)
     learner = dataclasses.replace(PLAIN, lora=ALL, remat="full")
-    step = make_policy_step(learner, WITH_KL, recorder(), partition)
+    step = make_policy_step(learner, WITH_KL, recorder(), partition=partition)
     adapters = jax.device_put(random_adapters(PLAIN.model), partition.shardings(learner.trained_specs))
     frozen = jax.device_put(initial_params(), partition.shardings(qwen3.param_specs(PLAIN.model)))
     nothing = jax.tree.map(jnp.zeros_like, adapters)
-    state = TrainState(jnp.zeros((), jnp.int32), adapters, nothing, frozen)
+    state = TrainState(jnp.zeros((), jnp.int32), adapters, nothing, frozen=frozen)
     state, _, _ = update_policy(step, state, *batch(), microbatch)
     return jax.device_get((state.opt_state, state.frozen))
 
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_plain_path():
     adapters = random_adapters(PLAIN.model)
     whole = merged(attach(initial_params(), adapters, ALL))
     partition = partitioner(make_mesh(mesh_sizes(False), jax.devices()[:1]), LEARNER)
-    step = make_policy_step(PLAIN, WITH_KL, recorder(), partition)
+    step = make_policy_step(PLAIN, WITH_KL, recorder(), partition=partition)
     state = TrainState(jnp.zeros((), jnp.int32), whole, jax.tree.map(jnp.zeros_like, whole))
     plain = jax.device_get(update_policy(step, state, *batch())[0].opt_state)
     gradient, frozen = update(False)
@@ -118,10 +118,12 @@ def test_the_sum_exists_for_one_layer_at_a_time():
     config = dataclasses.replace(PLAIN.model, layers=24)
     learner = dataclasses.replace(PLAIN, model=config, lora=ALL, remat="full")
     partition = partitioner(make_mesh(mesh_sizes(False), jax.devices()[:1]), LEARNER)
-    step = make_policy_step(learner, WITH_KL, recorder(), partition)
+    step = make_policy_step(learner, WITH_KL, recorder(), partition=partition)
     abstract = lambda specs: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), specs)  # noqa: E731
     adapters = abstract(learner.trained_specs)
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), adapters, adapters, abstract(qwen3.param_specs(config)))
+    state = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32), adapters, adapters, frozen=abstract(qwen3.param_specs(config))
+    )
     stack = "f32[24,64,128]"  # of gate, up: only ever read
     text = step.gradient.lower(state, *batch()).compile().as_text()
     made = [line for line in text.splitlines() if f" = {stack}" in line and " parameter(" not in line]

@@ -43,11 +43,11 @@ def run(params, config, tokens, partition, **arguments):
 def empty_pages(config, rows, partition, columns=5):
     """An empty cache in pages of 4 tokens, and the table of its rows, in a random order among each shard's pages."""
     shards = partition.num_shards("batch")
-    shape = kv.PageShape(rows * columns, 4, jnp.dtype(jnp.float32), jax.default_backend())
+    shape = kv.PageShape(rows * columns, 4, jnp.dtype(jnp.float32), platform=jax.default_backend())
     rng = np.random.default_rng(0)
     order = np.concatenate([rng.permutation(shape.pages // shards) for _ in range(shards)])
     table = jnp.asarray(order.reshape(rows, columns), jnp.int32)
-    return kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape), kv.Table(table, table)
+    return kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape=shape), kv.Table(table, table)
 
 
 @functools.cache
@@ -55,7 +55,9 @@ def cached(config, partition):
     """`qwen3.forward` over pages, jitted."""
 
     def run(params, tokens, positions, cache, table):
-        return qwen3.forward(params, config, qwen3.Inputs(tokens, positions), partition, cache=cache, table=table)
+        return qwen3.forward(
+            params, config, qwen3.Inputs(tokens, positions), partition=partition, cache=cache, table=table
+        )
 
     return jax.jit(run)
 
@@ -287,7 +289,7 @@ def mixture_and_gradients(partition, rows):
     x, direction = (jnp.asarray(rng.normal(size=(rows, T, 24)), jnp.float32) for _ in range(2))
 
     def loss(x, w):
-        out, copies = moe.mixture(x, w, 3, True, partition)
+        out, copies = moe.mixture(x, w, 3, renormalise=True, partition=partition)
         return (out * direction).sum(), (out, copies)
 
     (_, results), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, placed)
@@ -356,7 +358,7 @@ def dequantized(w):
 def test_quantized_weights_decode_as_the_numbers_they_stand_for(kind, config, partition):
     """On one device and on a mesh: the scale of each output channel is applied to the right products."""
     params, tokens = random_params(config), draw_tokens(0, (8, T))
-    rollout = qwen3.inference_params(params, config, jnp.float32, kind)
+    rollout = qwen3.inference_params(params, config, jnp.float32, kind=kind)
     numbers = jax.tree.map(dequantized, rollout, is_leaf=lambda w: isinstance(w, Quantized))
     over = spread({"expert": 4, "tensor": 2}, ROLLOUT)
     placed = jax.device_put(rollout, over.shardings(qwen3.inference_specs(config, kind)))

@@ -17,7 +17,7 @@ W = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32) * np.array(
 @pytest.mark.parametrize("kind, step", [("int8", 1 / 254), ("fp8", 1 / 16)])
 def test_rounded_to_the_nearest_by_channel(kind, step):
     """int8 errs by half a step of the largest, fp8 (3 bits) by 2^-4 of the number itself."""
-    q = quantize(jnp.asarray(W), (0,), kind, jnp.float32)
+    q = quantize(jnp.asarray(W), (0,), kind, dtype=jnp.float32)
     assert q.values.dtype == FORMATS[kind][0] and q.scale.shape == (1, 6)
     error = np.abs(np.asarray(q.values, np.float32) * np.asarray(q.scale) - W)
     assert (error <= 1.001 * step * np.abs(W).max(axis=0)).all()
@@ -28,7 +28,7 @@ def test_the_scale_is_a_factor_of_the_product():
     x, w = (
         np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate([(2, 5, 8), (2, 8, 3)])
     )
-    q = quantize(jnp.asarray(w), (1,), "int8", jnp.float32)
+    q = quantize(jnp.asarray(w), (1,), "int8", dtype=jnp.float32)
     exact = np.einsum("JMD,JDF->JMF", x, np.asarray(q.values, np.float32) * np.asarray(q.scale))
     np.testing.assert_allclose(matmul("JMD,JDF->JMF", jnp.asarray(x), q), exact, rtol=0, atol=1e-5)
 

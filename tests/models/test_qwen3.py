@@ -88,10 +88,10 @@ class Paged(NamedTuple):
 def empty_pages(config, room=ROOM, page=4, dtype=jnp.float32, seed=0):
     """Pools in which B rows have pages for `room` positions, in a random order between three pages of no row."""
     columns = -(-room // page)
-    shape = kv.PageShape(B * columns + 3, page, jnp.dtype(dtype), jax.default_backend())
+    shape = kv.PageShape(B * columns + 3, page, jnp.dtype(dtype), platform=jax.default_backend())
     order = np.random.default_rng(seed).permutation(shape.pages)[: B * columns]
     table = jnp.asarray(order.reshape(B, columns), jnp.int32)
-    return Paged(kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape), kv.Table(table, table))
+    return Paged(kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape=shape), kv.Table(table, table))
 
 
 def entries(paged):
@@ -110,7 +110,9 @@ def cached(config, partition, **static):
 
     def run(params, tokens, positions, paged):
         inputs, options = qwen3.Inputs(tokens, positions), qwen3.Options(**static)
-        out = qwen3.forward(params, config, inputs, partition, options, paged.cache, paged.table)
+        out = qwen3.forward(
+            params, config, inputs, partition=partition, options=options, cache=paged.cache, table=paged.table
+        )
         return out, paged._replace(cache=out.cache)
 
     return jax.jit(run)
@@ -138,7 +140,9 @@ def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monk
     """
     config, bf16 = dataclasses.replace(SMALL, head_dim=128, layers=2), jnp.dtype("bfloat16")
     rollout, tokens = qwen3.inference_params(random_params(config), config, bf16), draw_tokens(1, (2, 2))
-    cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, kv.PageShape(2, 16, bf16, "gpu"))
+    cache = kv.init_cache(
+        config.layers, config.kv_heads, config.head_dim, shape=kv.PageShape(2, 16, bf16, platform="gpu")
+    )
     pages = jnp.arange(2, dtype=jnp.int32)[:, None]
     table = kv.Table(pages, pages)
     calls = []

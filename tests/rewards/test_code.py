@@ -39,7 +39,10 @@ def fenced(program):
 def problems(form):
     schema = SCHEMAS["apps" if form == "apps_call" else form]
     rows = read_rows(str(ROWS / f"{form}.jsonl"), "data.path")
-    return [parse_problem(row, schema, PromptFormat("{prompt}"), CharTokenizer(), fault_of_tests) for row in rows]
+    return [
+        parse_problem(row, schema, PromptFormat("{prompt}"), tokenizer=CharTokenizer(), tests_fault=fault_of_tests)
+        for row in rows
+    ]
 
 
 class Scripted:
@@ -274,7 +277,13 @@ def test_a_row_without_tests_is_refused_with_its_line(tmp_path):
     path.write_text('{"prompt": "Add.", "answer": "42"}\n')
     (row,) = read_rows(str(path), "data.path")
     with pytest.raises(InputError, match=r"rows\.jsonl:1: 'answer' holds no tests: known are"):
-        parse_problem(row, Schema("prompt", "answer"), PromptFormat("{prompt}"), CharTokenizer(), fault_of_tests)
+        parse_problem(
+            row,
+            Schema("prompt", "answer"),
+            PromptFormat("{prompt}"),
+            tokenizer=CharTokenizer(),
+            tests_fault=fault_of_tests,
+        )
 
 
 def test_rows_without_tests_can_be_left_out(tmp_path):
@@ -291,8 +300,10 @@ def test_lists_are_answers_for_programs_only(tmp_path):
     (row,) = read_rows(str(path), "data.path")
     schema = Schema("prompt", "answer")
     with pytest.raises(InputError, match="must be text or a number"):
-        parse_problem(row, schema, PromptFormat("{prompt}"), CharTokenizer())
-    problem = parse_problem(row, schema, PromptFormat("{prompt}"), CharTokenizer(), fault_of_tests)
+        parse_problem(row, schema, PromptFormat("{prompt}"), tokenizer=CharTokenizer())
+    problem = parse_problem(
+        row, schema, PromptFormat("{prompt}"), tokenizer=CharTokenizer(), tests_fault=fault_of_tests
+    )
     assert problem.answer == '["assert f(1) == 1"]'
 
 
@@ -328,7 +339,7 @@ def test_the_right_output_alone_is_not_enough(ran):
 )
 def test_a_result_that_is_none_earns_nothing(result):
     call = json.dumps({"inputs": [[2]], "outputs": [4], "fn_name": "f"})
-    assert reward(Scripted(Ran(0, "", "", result)))(fenced("p"), call, row={})["reward"] == 0
+    assert reward(Scripted(Ran(0, "", "", result=result)))(fenced("p"), call, row={})["reward"] == 0
 
 
 def test_a_response_without_program_runs_nothing():
@@ -350,7 +361,7 @@ def paid(request):
     """A function (response, answer, row) -> what a program is paid, in shares, for each sandbox of this machine."""
     if request.param == "http":
         with sandboxes.run_code_server() as server:
-            chosen = choose("http", server.url, "", sandboxes.LIMITS)
+            chosen = choose("http", server.url, "", limits=sandboxes.LIMITS)
             yield CodeReward(CodeOptions(chosen, True, 60.0))
     else:
         code = CodeReward(CodeOptions(sandboxes.chosen(request.param), True, 60.0))
@@ -385,7 +396,7 @@ def test_the_reward_in_its_workers():
 
 def test_a_sandbox_that_fails_costs_its_own_answer():
     with sandboxes.run_code_server() as server:
-        code = CodeOptions(choose("http", server.url, "", sandboxes.LIMITS), False, 10.0)
+        code = CodeOptions(choose("http", server.url, "", limits=sandboxes.LIMITS), False, 10.0)
         row = json.dumps({"inputs": [""], "outputs": ["1"]})
         with Scorer(("code",), workers=1, code=code) as scorer:
             server.broken = ["", "500", "SandboxError"]

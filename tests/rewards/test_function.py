@@ -103,7 +103,7 @@ def test_a_reward_gets_what_it_names(signature, asks, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     function = load(f"{module}:f")
     assert function.asks == asks
-    assert call(function, "4", "four", CONTEXT) == Returned(1.0)
+    assert call(function, "4", "four", context=CONTEXT) == Returned(1.0)
     (seen,) = function.call.__globals__["seen"]
     seen |= seen.pop("others", {})
     assert {name: seen[name] for name in asks} == {name: getattr(CONTEXT, name) for name in asks}

@@ -313,7 +313,7 @@ def test_without_any_the_alternative_is_named(monkeypatch):
     monkeypatch.setattr(mechanisms.shutil, "which", lambda _: None)
     monkeypatch.setattr(mechanisms, "landlock_abi", lambda: 0)
     with pytest.raises(InputError) as refused:
-        choose("auto", "", "", LIMITS)
+        choose("auto", "", "", limits=LIMITS)
     (line,) = str(refused.value).splitlines()
     assert line.startswith("reward.sandbox=auto: none works here. bubblewrap: there is no bwrap")
     assert "landlock: " in line and line.endswith("runs programs on a SandboxFusion server")
@@ -323,7 +323,7 @@ def test_a_python_in_the_tmp_that_programs_do_not_see_is_named(monkeypatch):
     monkeypatch.setattr(choosing, "missing", lambda _: "")
     monkeypatch.setattr(choosing, "find_python", lambda _: Interpreter("/tmp/v/bin/python", "3.11.2", ["/tmp/v"]))
     with pytest.raises(InputError, match=r"bubblewrap: /tmp/v/bin/python reads /tmp/v, .* set reward\.sandbox_python"):
-        choose("bubblewrap", "", "/tmp/v/bin/python", LIMITS)
+        choose("bubblewrap", "", "/tmp/v/bin/python", limits=LIMITS)
     assert not mechanisms.hidden("landlock", Interpreter("/tmp/v/bin/python", "3.11.2", ["/tmp/v"]))
     assert not mechanisms.hidden("bubblewrap", Interpreter("/tmpfs/bin/python", "3.11.2", ["/tmpfs"]))
 
@@ -350,7 +350,7 @@ def test_a_sandbox_with_a_hole_is_refused(monkeypatch):
     sandboxes.chosen("landlock")
     monkeypatch.setattr(mechanisms, "SYSTEM", ("/",))
     with pytest.raises(InputError, match=r"landlock: a program in it reaches \['files'"):
-        choose("landlock", "", "", LIMITS)
+        choose("landlock", "", "", limits=LIMITS)
 
 
 def test_a_sandbox_without_its_filter_is_refused(monkeypatch):
@@ -358,7 +358,7 @@ def test_a_sandbox_without_its_filter_is_refused(monkeypatch):
     allow = seccomp_filter(True)[-8:]
     monkeypatch.setattr(mechanisms, "seccomp_filter", lambda _: allow)
     with pytest.raises(InputError, match=r"landlock: a program in it reaches \['the network'\]"):
-        choose("landlock", "", "", LIMITS)
+        choose("landlock", "", "", limits=LIMITS)
 
 
 def test_the_interpreter():
@@ -458,9 +458,9 @@ def test_a_server_that_fails_is_named(server, broken, said):
 
 
 def test_a_server_is_tried_at_the_start(server):
-    assert choose("http", server.url, "", LIMITS) == Chosen("http", LIMITS, None, server.url)
+    assert choose("http", server.url, "", limits=LIMITS) == Chosen("http", LIMITS, None, url=server.url)
     with pytest.raises(InputError, match=r"reward\.sandbox_url: http://127\.0\.0\.1:9/run_code: .*refused"):
-        choose("http", "http://127.0.0.1:9", "", LIMITS)
+        choose("http", "http://127.0.0.1:9", "", limits=LIMITS)
 
 
 def test_urls():

@@ -82,7 +82,7 @@ def test_parts_total_and_correct():
 )
 def test_extracted_answers(name, response, stated):
     reader = worker.BUILT_IN[name].extract if name in worker.BUILT_IN else None
-    one = worker.Worker({name: Function(lambda *_: 1.0)}, reader, 4 * GIB, worker.address_space())
+    one = worker.Worker({name: Function(lambda *_: 1.0)}, reader, 4 * GIB, base=worker.address_space())
     assert worker.score_row(one, Row(response, "")) == Outcome((1.0,), extracted=stated)
 
 

@@ -171,7 +171,7 @@ def test_an_outcome_that_is_none(message):
 
 def test_an_outcome():
     whole = [[1, 0.5], True, {"a": 0.5}, "17", "", "", None]
-    assert parse_outcome(whole, 2) == Outcome((1.0, 0.5), True, {"a": 0.5}, "17", "", "")
+    assert parse_outcome(whole, 2) == Outcome((1.0, 0.5), True, {"a": 0.5}, extracted="17", failure="", detail="")
     assert parse_outcome([[], None, {}, None, "error", "why", None], 2) == Outcome((), failure="error", detail="why")
     said = [{"role": "tool", "content": "42"}]
     assert parse_outcome([[1], None, {}, None, "", "", said], 1) == Outcome((1.0,), messages=said)

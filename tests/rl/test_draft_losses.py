@@ -129,10 +129,10 @@ def test_masks_and_weights_of_some_anchors_are_those_of_all():
     response, drawn = rng.random((2, 4, 12)) < [[[0.8]], [[0.3]]]
     segments = jnp.asarray(np.sort(rng.integers(1, 3, (4, 12))), jnp.int32)
     mask, drawn, anchors = jnp.asarray(mask_of(response)), jnp.asarray(mask_of(drawn)), 1 + 3 * jnp.arange(5)
-    whole, some = (draft_loss_mask(mask, STEPS, segments, a) for a in (None, anchors))
+    whole, some = (draft_loss_mask(mask, STEPS, segments, anchors=a) for a in (None, anchors))
     np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
     assert whole.any() and not some[:, :, 4].any()
-    whole, some = (pair_weights(x, drawn, "weighted", a) for x, a in ((whole, None), (some, anchors)))
+    whole, some = (pair_weights(x, drawn, "weighted", anchors=a) for x, a in ((whole, None), (some, anchors)))
     np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
 
 
@@ -375,7 +375,7 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
 
 # ---- packed rows: several sequences in one
 
-TARGET = qwen3.Qwen3Config(24, 16, 7, 4, 2, 8, 24, tied=True, max_positions=64)
+TARGET = qwen3.Qwen3Config(24, 16, 7, heads=4, kv_heads=2, head_dim=8, mlp=24, tied=True, max_positions=64)
 EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
 HEADS = {"eagle3": (eagle3, EAGLE, (3,)), "mtp": (mtp, MTP, ())}  # and the shape of its features before D
 LENGTHS = [[6, 7, 5], [11, 5]]  # tokens of the sequences of each packed row
@@ -429,8 +429,15 @@ def losses_of_rows(kind):
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(params, rows):
         head = {name: w for name, w in params.items() if name != "unembed" or kind == "eagle3"}
-        text = rows["features"], rows["embedded"], STEPS, rows["positions"], rows["segments"]
-        outputs = module.unrolled(head, config, *text)
+        outputs = module.unrolled(
+            head,
+            config,
+            rows["features"],
+            embedded=rows["embedded"],
+            steps=STEPS,
+            positions=rows["positions"],
+            segments=rows["segments"],
+        )
         distribution = TargetDistribution(rows["hidden"], table, rows["normaliser"])
         terms = draft_terms(outputs, params["unembed"], distribution, tiling(1.0, 4))
         return {name: step_losses(name, terms) for name in LOSSES}

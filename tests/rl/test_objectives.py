@@ -92,9 +92,9 @@ def reference(x, spans, o, ratio_of=None):
 
 
 def metrics_of(x, o, logprobs=None):
-    inputs = LossInputs(x["old"], x["ref"], x["advantages"], x["behaviour"])
+    inputs = LossInputs(x["old"], x["ref"], x["advantages"], behaviour=x["behaviour"])
     logprobs = x["logprobs"] if logprobs is None else logprobs
-    return grpo_loss(logprobs, x["entropy"], inputs, x["mask"], x["segments"], o)
+    return grpo_loss(logprobs, x["entropy"], inputs, mask=x["mask"], segments=x["segments"], objective=o)
 
 
 def loss_of(x, o, logprobs=None):
@@ -105,14 +105,25 @@ PAIRS = list(itertools.product(LOSSES, AGGREGATIONS))
 
 
 def case(loss, aggregation, correction):
-    objective = Objective(0.2, 0.28, 0.3, 3.0, loss, aggregation, "k3", 0.05, correction=correction, longest=LONGEST)
+    objective = Objective(
+        0.2,
+        0.28,
+        0.3,
+        clip_dual=3.0,
+        loss=loss,
+        aggregation=aggregation,
+        kl="k3",
+        entropy_coef=0.05,
+        correction=correction,
+        longest=LONGEST,
+    )
     # `make test` has each loss with each aggregation, the corrections in turn; `make test-all` every combination.
     fast = CORRECTIONS[PAIRS.index((loss, aggregation)) % len(CORRECTIONS)] == correction
     return pytest.param(objective, marks=() if fast else pytest.mark.long)
 
 
 CASES = [case(*pair, correction) for pair in PAIRS for correction in CORRECTIONS]
-CASES += [Objective(0.1, 0.4, 0.7, dual, kl=kl, longest=LONGEST) for kl, dual in zip(ESTIMATORS, (0.0, 1.5))]
+CASES += [Objective(0.1, 0.4, 0.7, clip_dual=dual, kl=kl, longest=LONGEST) for kl, dual in zip(ESTIMATORS, (0.0, 1.5))]
 
 
 def name(o):
@@ -177,7 +188,14 @@ def test_without_old_logprobs_the_ratio_is_one():
     o = Objective(0.2, 0.28, 0.0, old_logprobs="current")
 
     def total(values):
-        metrics = grpo_loss(values, x["entropy"], LossInputs(None, None, x["advantages"]), x["mask"], x["segments"], o)
+        metrics = grpo_loss(
+            values,
+            x["entropy"],
+            LossInputs(None, None, x["advantages"]),
+            mask=x["mask"],
+            segments=x["segments"],
+            objective=o,
+        )
         return metrics.loss.total, metrics
 
     gradient, metrics = jax.grad(total, has_aux=True)(jnp.asarray(x["logprobs"], jnp.float32))
@@ -190,7 +208,7 @@ def test_entropy_is_of_all_answers_also_where_none_teaches():
     o = Objective(0.2, 0.28, 0.0)
     for loss_mask in (np.zeros_like(x["mask"]), x["mask"]):
         inputs = LossInputs(x["old"], None, x["advantages"], loss_mask=loss_mask)
-        metrics = grpo_loss(x["logprobs"], x["entropy"], inputs, x["mask"], x["segments"], o)
+        metrics = grpo_loss(x["logprobs"], x["entropy"], inputs, mask=x["mask"], segments=x["segments"], objective=o)
         assert float(metrics.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
 
 
@@ -200,7 +218,9 @@ def test_the_entropy_bonus_raises_entropy():
     inputs = LossInputs(x["old"], None, x["advantages"])
 
     def loss(entropy):
-        return grpo_loss(x["logprobs"], entropy, inputs, x["mask"], x["segments"], o).loss.value()
+        return grpo_loss(
+            x["logprobs"], entropy, inputs, mask=x["mask"], segments=x["segments"], objective=o
+        ).loss.value()
 
     gradient = jax.grad(loss)(jnp.asarray(x["entropy"], jnp.float32))
     np.testing.assert_allclose(gradient, -0.1 * x["mask"] / x["mask"].sum(), rtol=1e-6)
@@ -222,7 +242,7 @@ def metrics_of_rows(batch, objective):
 def metrics_from(logprobs, old, ref, advantages, mask, objective):
     """Of rows of one answer each."""
     inputs = LossInputs(old, ref, advantages[:, None])
-    return grpo_loss(logprobs, jnp.zeros_like(logprobs), inputs, mask, None, objective)
+    return grpo_loss(logprobs, jnp.zeros_like(logprobs), inputs, mask=mask, segments=None, objective=objective)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +302,7 @@ E20 = math.exp(20)
     ],
 )
 def test_extreme_ratios(advantage, log_ratio, dual, loss, gradient, clipped):
-    old, mask, o = jnp.zeros((1, 1)), jnp.ones((1, 1), bool), Objective(LOW, HIGH, 0.0, dual)
+    old, mask, o = jnp.zeros((1, 1)), jnp.ones((1, 1), bool), Objective(LOW, HIGH, 0.0, clip_dual=dual)
 
     def total(logprobs):
         metrics = metrics_from(logprobs, old, None, jnp.array([advantage]), mask, o)
@@ -344,8 +364,8 @@ def test_extreme_corrections(correction, log_weight):
     """Of the first of two tokens: capped or left out; at -100 its weight is bounded, and no less than e**-20."""
     behaviour, old, mask = jnp.array([[-log_weight, 0.0]]), jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     o = Objective(LOW, HIGH, 0.0, correction=correction)
-    inputs = LossInputs(old, None, jnp.ones((1, 1)), behaviour)
-    total = lambda x: grpo_loss(x, old, inputs, mask, None, o).loss.total  # noqa: E731
+    inputs = LossInputs(old, None, jnp.ones((1, 1)), behaviour=behaviour)
+    total = lambda x: grpo_loss(x, old, inputs, mask=mask, segments=None, objective=o).loss.total  # noqa: E731
     large = 2.0 if correction.endswith("truncate") else 0.0
     weights = [large if log_weight > 0 else 1 / E20, 1.0]
     if correction.startswith("sequence"):
@@ -359,7 +379,7 @@ def test_an_answer_without_a_token_in_the_loss_is_in_no_denominator(how, expecte
     mask = np.ones((4, 3), bool)
     mask[2] = False
     with jax.enable_x64(True):
-        loss = aggregate(jnp.full((4, 3), 2.0), jnp.asarray(mask), None, how, longest=9)
+        loss = aggregate(jnp.full((4, 3), 2.0), jnp.asarray(mask), None, how=how, longest=9)
         np.testing.assert_allclose(loss.value(), expected, rtol=1e-12)
 
 
@@ -373,7 +393,7 @@ def test_an_answer_of_several_turns_is_one_answer(how, packed):
         mask, values = mask.reshape(1, 10), values.reshape(1, 10)
         segments = jnp.asarray(np.repeat([1, 2], 5)[None], jnp.int32)
     with jax.enable_x64(True):
-        loss = aggregate(jnp.asarray(values), jnp.asarray(mask), segments, how, longest=4)
+        loss = aggregate(jnp.asarray(values), jnp.asarray(mask), segments, how=how, longest=4)
         expected = {"sequence": ((0 + 2 + 3) / 3 + 6) / 2, "constant": (0 + 2 + 3 + 6) / (2 * 4)}
         np.testing.assert_allclose(loss.value(), expected[how], rtol=1e-12)
 

@@ -25,11 +25,13 @@ class Variants(chex.TestCase):
     @parameterized.named_parameters(LOSSES.items())
     def test_a_loss_and_its_gradient(self, options):
         logprobs, (old, reference, behaviour), advantages, mask = batch()
-        objective = Objective(0.2, 0.28, 0.1, 3.0, **options)
+        objective = Objective(0.2, 0.28, 0.1, clip_dual=3.0, **options)
 
         def loss(logprobs, old, reference, behaviour, advantages, mask):
-            inputs = LossInputs(old, reference, advantages, behaviour)
-            return grpo_loss(logprobs, jnp.zeros((B, T)), inputs, mask, None, objective).loss.value()
+            inputs = LossInputs(old, reference, advantages, behaviour=behaviour)
+            return grpo_loss(
+                logprobs, jnp.zeros((B, T)), inputs, mask=mask, segments=None, objective=objective
+            ).loss.value()
 
         arguments = (logprobs, old, reference, behaviour, advantages, mask)
         expected = jax.value_and_grad(loss)(*map(jnp.asarray, arguments))

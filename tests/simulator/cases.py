@@ -27,20 +27,56 @@ EXACT = Attained(
     prepare_seconds=0.0,
 )
 NANO = PRESETS["nano"]
-MIXTURE = Qwen3Config(128, 64, 7, 4, 2, 16, 32, tied=False, max_positions=4096, experts=16, experts_per_token=2)
+MIXTURE = Qwen3Config(
+    128,
+    64,
+    7,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    mlp=32,
+    tied=False,
+    max_positions=4096,
+    experts=16,
+    experts_per_token=2,
+)
 
 
 def ideal(flops: float = np.inf, bandwidth: float = np.inf, near: Link = FREE) -> Hardware:
     """Return a machine limited only by the given rates."""
-    return Hardware("ideal", "ideal", Peak(flops, flops, flops), 1e12, bandwidth, 64, near, near, attained=EXACT)
+    return Hardware(
+        "ideal",
+        "ideal",
+        Peak(flops, flops, flops),
+        memory_bytes=1e12,
+        memory_bandwidth=bandwidth,
+        domain=64,
+        near=near,
+        far=near,
+        attained=EXACT,
+    )
 
 
 def scenario(hardware: Hardware | None = None, spread: float = 0.8, model: str = "qwen3_8b", **changes) -> Scenario:
     """Qwen3-8B on GB200, 256 responses of 2,000 tokens on average."""
     w = Workload(
-        256, 8, 100.0, 400.0, LogNormalLengths(2000.0, 8000.0, spread), 4096, microbatch_tokens=16 * 8400, remat="none"
+        256,
+        8,
+        100.0,
+        longest_prompt=400.0,
+        lengths=LogNormalLengths(2000.0, 8000.0, spread),
+        slots=4096,
+        microbatch_tokens=16 * 8400,
+        remat="none",
     )
     policy = PRESETS[model]
     split = Parallelism(4, 8) if policy.experts else Parallelism(2)
-    s = Scenario(policy, head_config(policy, 32_000), hardware or HARDWARE["gb200"], w, split, split)
+    s = Scenario(
+        policy,
+        head_config(policy, 32_000),
+        hardware or HARDWARE["gb200"],
+        workload=w,
+        rollout_split=split,
+        learner_split=split,
+    )
     return dataclasses.replace(s, **changes)

@@ -52,7 +52,7 @@ def test_a_draft_of_one_pass_reads_its_weights_once_however_many_tokens_it_draft
     """The Markov head's table of outputs once a token; an EAGLE-3 head all but `fc` once a token."""
     policy = qwen3.preset("qwen3_8b")
     for name, k in ((kind, 3), (kind, 7), ("eagle3", 7)):
-        head = priced_head(name, policy, 32_000, 7, 2)
+        head = priced_head(name, policy, 32_000, slots=7, layers=2)
         work = DecoderCost(policy, head, HARDWARE["h200"]).iteration_work(1, k, 1000.0)[2]
         found = sum(operation.weights for operation in work) / 2
         if name == "eagle3":
@@ -138,7 +138,7 @@ def test_a_machine_without_arithmetic_limits_reads_weights_caches_and_activation
 def test_qwen3_8b_on_four_gb200_in_numbers():
     """128 sequences with 4,000 keys each, one token and four: arithmetic on the model card and the data sheet."""
     policy, machine = qwen3.preset("qwen3_8b"), HARDWARE["gb200"]
-    decoder = DecoderCost(policy, None, machine, Parallelism(4))
+    decoder = DecoderCost(policy, None, machine, split=Parallelism(4))
     weights = 36 * (4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12_288) + 4096 * 151_936
     assert matmul_weights(policy) == weights == 7_568_097_280
     keys_and_values = 128 * 4000 * 147_456  # bytes a token: 36 layers x 2 x 8 heads x 128 x 2 bytes
@@ -187,7 +187,7 @@ def test_overlap_chooses_between_the_longer_and_the_sum():
 def test_a_mixture_reads_the_experts_of_all_its_devices_rows():
     """Bytes of the feed-forwards alone: a machine that moves nothing else but weights of experts."""
     c, B = MIXTURE, 8
-    decoder = DecoderCost(c, None, ideal(bandwidth=1e9), Parallelism(1, 4), FLOAT32)
+    decoder = DecoderCost(c, None, ideal(bandwidth=1e9), split=Parallelism(1, 4), precision=FLOAT32)
     per_expert = 3 * c.embed * c.mlp
     more = distinct_experts(c, 2 * B) - distinct_experts(c, B)
     activations = c.layers * (2 * 2 * B * c.experts_per_token * (c.embed + c.mlp) / 4) * 4
@@ -199,7 +199,7 @@ def test_a_mixture_reads_the_experts_of_all_its_devices_rows():
 
 
 def test_splitting_widths_over_devices_divides_what_they_read():
-    one, two = (DecoderCost(NANO, None, ideal(bandwidth=1e9), Parallelism(n)) for n in (1, 2))
+    one, two = (DecoderCost(NANO, None, ideal(bandwidth=1e9), split=Parallelism(n)) for n in (1, 2))
     shared = NANO.layers * (NANO.embed + 3 * NANO.embed) + NANO.embed  # a row's inputs are whole on both
     assert 2 * two.plain(1, 100) - one.plain(1, 100) == pytest.approx(2 * shared / 1e9)
 
@@ -235,8 +235,8 @@ def test_collectives_by_hand():
     machine = ideal(near=Link(100.0, 1.0))
     assert all_reduce(50.0, 4, machine) == pytest.approx(2 * 3 / 4 * 50 / 100 + 1)
     assert all_gather(50.0, 4, machine) == pytest.approx(3 / 4 * 50 / 100 + 1)
-    assert all_to_all(50.0, 4, 8, machine) == pytest.approx(3 / 4 * 50 / 100 + 1)
-    assert all_reduce(50.0, 1, machine) == all_gather(50.0, 1, machine) == all_to_all(50.0, 1, 1, machine) == 0
+    assert all_to_all(50.0, 4, 8, hardware=machine) == pytest.approx(3 / 4 * 50 / 100 + 1)
+    assert all_reduce(50.0, 1, machine) == all_gather(50.0, 1, machine) == all_to_all(50.0, 1, 1, hardware=machine) == 0
 
 
 def test_beyond_a_domain_the_far_link_counts():
@@ -264,7 +264,8 @@ def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overla
     better = machine.with_attained(**{field: getattr(machine.attained, field) * factor})
     split = Parallelism(4, 8 if policy.experts else 1)
     slow, fast = (
-        DecoderCost(policy, head_config(policy, 32_000), m, split).speculative(B, k, context) for m in (machine, better)
+        DecoderCost(policy, head_config(policy, 32_000), m, split=split).speculative(B, k, context)
+        for m in (machine, better)
     )
     assert fast <= slow
 
@@ -272,7 +273,7 @@ def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overla
 @hypothesis.given(B=st.integers(1, 500), k=st.integers(0, 6), context=st.integers(1, 30_000))
 def test_an_iteration_costs_more_the_more_it_does(B, k, context):
     policy = qwen3.preset("qwen3_30b_a3b")
-    decoder = DecoderCost(policy, head_config(policy, 32_000), HARDWARE["h200"], Parallelism(1, 4))
+    decoder = DecoderCost(policy, head_config(policy, 32_000), HARDWARE["h200"], split=Parallelism(1, 4))
     cost = decoder.speculative(B, k, context)
     assert decoder.speculative(B, k + 1, context) > cost
     assert decoder.speculative(B + 1, k, context) > cost

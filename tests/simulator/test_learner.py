@@ -44,7 +44,13 @@ def counted_case(row):
     head = head_config(policy, {"rlzero_8b": 32_000, "rlzero_tiny": 32}[row["config"]])
     lengths = LogNormalLengths(tokens / 2, tokens)
     tiled = row["config"] == "rlzero_8b"
-    return policy, head, Workload(rows, 8, 0.0, 0.0, lengths, rows, ttt_steps=int(row["ttt_steps"]), tiled=tiled)
+    return (
+        policy,
+        head,
+        Workload(
+            rows, 8, 0.0, longest_prompt=0.0, lengths=lengths, slots=rows, ttt_steps=int(row["ttt_steps"]), tiled=tiled
+        ),
+    )
 
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda r: f"{r['config']}-{r['ttt_steps']}")
@@ -100,24 +106,36 @@ def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, s
     ints, floats, mask = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
     read = len(learner.plan.draft.aux_layers)
     bfloats = (jax.ShapeDtypeStruct((B, T, *x, model.embed), jnp.bfloat16) for x in ((read,), ()))
-    state, rows = abstract_run_state(learner), Rows(ints, ints, ints, mask)
+    state, rows = abstract_run_state(learner), Rows(ints, ints, ints, mask=mask)
     tables = learner.read_tables.eval_shape(state.policy.params, state.vocab_map)
     step, counts = learner.draft_step.update, jax.ShapeDtypeStruct((steps,), jnp.float32)
     traced = jax.make_jaxpr(step.gradient)(state.draft, tables, counts, Features(*bfloats, floats), rows)
-    w = Workload(B, 8, 0.0, 0.0, LogNormalLengths(T / 2, T), B, ttt_steps=steps, anchor_stride=stride, tiled=True)
-    found = LearnerCost(model, priced_head(kind, model, 0, 7, 2), ideal(flops=1.0)).draft_training(w, 1.0)
+    w = Workload(
+        B,
+        8,
+        0.0,
+        longest_prompt=0.0,
+        lengths=LogNormalLengths(T / 2, T),
+        slots=B,
+        ttt_steps=steps,
+        anchor_stride=stride,
+        tiled=True,
+    )
+    found = LearnerCost(model, priced_head(kind, model, 0, slots=7, layers=2), ideal(flops=1.0)).draft_training(w, 1.0)
     assert found == pytest.approx(count_operations(traced.jaxpr), rel=0.05)
 
 
 def test_rows_are_as_long_as_the_longest_sequence():
-    w = Workload(100, 4, 50.0, 80.0, LogNormalLengths(300.0, 1000.0), 100)
+    w = Workload(100, 4, 50.0, longest_prompt=80.0, lengths=LogNormalLengths(300.0, 1000.0), slots=100)
     assert w.learner_tokens() == (100 * 1080, 100 * 1080**2 / 2)
 
 
 def test_gathering_parameters_for_every_microbatch_by_hand():
     """Two devices, fsdp over both, four microbatches: each receives half of all parameters twelve times."""
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch_tokens=40, remat="none")
+    w = Workload(
+        8, 2, 0.0, longest_prompt=0.0, lengths=LogNormalLengths(10.0, 20.0), slots=8, microbatch_tokens=40, remat="none"
+    )
     half = parameters(policy) / 2
     learner = LearnerCost(policy, None, machine, dtype="float32")
     assert learner.logprob(w, 2.0) == pytest.approx(half * 4 * 4 / 1e6)
@@ -129,7 +147,16 @@ def test_gathering_parameters_for_every_microbatch_by_hand():
 
 def test_a_microbatch_has_a_row_for_every_device():
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch_tokens=1, remat="none")
+    w = Workload(
+        64,
+        2,
+        0.0,
+        longest_prompt=0.0,
+        lengths=LogNormalLengths(10.0, 20.0),
+        slots=64,
+        microbatch_tokens=1,
+        remat="none",
+    )
     few, many = (float(LearnerCost(policy, None, machine).logprob(w, n)) for n in (2, 16))
     assert few / many == pytest.approx((1 / 2 * 32) / (15 / 16 * 4))
 
@@ -137,10 +164,18 @@ def test_a_microbatch_has_a_row_for_every_device():
 def estimated(slots, head=None):
     """(workload, decoder, bytes) of Qwen3-8B on 8 devices, widths in 2: four replicas."""
     policy, split = preset("qwen3_8b"), Parallelism(2)
-    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), slots, microbatch_tokens=16_000)
-    decoder = DecoderCost(policy, head, HARDWARE["h100"], split)
-    learner = LearnerCost(policy, head, HARDWARE["h100"], split)
-    return w, decoder, estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
+    w = Workload(
+        64,
+        8,
+        100.0,
+        longest_prompt=500.0,
+        lengths=LogNormalLengths(2000.0, 3500.0),
+        slots=slots,
+        microbatch_tokens=16_000,
+    )
+    decoder = DecoderCost(policy, head, HARDWARE["h100"], split=split)
+    learner = LearnerCost(policy, head, HARDWARE["h100"], split=split)
+    return w, decoder, estimate_bytes(w, decoder, learner, learner_devices=np.array(8.0), rollout_devices=np.array(8.0))
 
 
 def test_memory_by_hand():
@@ -159,20 +194,25 @@ def test_sequences_run_at_once_as_pages_hold_them():
     w, decoder, m = estimated(0)
     assert token_bytes(decoder) == 147_456 / 2
     text = live_tokens(w) * 147_456 / 2
-    separate, shared = (sequences_at_once(m, w, decoder, 80e9, np.array(x), 4.0) for x in (True, False))
+    separate, shared = (
+        sequences_at_once(m, w, decoder, memory_bytes=80e9, disaggregated=np.array(x), replicas=4.0)
+        for x in (True, False)
+    )
     assert separate == (0.9 * 80e9 - m.weights) // text
     assert shared == (0.9 * 80e9 - m.weights - m.state - m.activations) // text < separate
-    assert sequences_at_once(m, w, decoder, 1e9, np.array(True), 4.0) == 1
+    assert sequences_at_once(m, w, decoder, memory_bytes=1e9, disaggregated=np.array(True), replicas=4.0) == 1
 
 
 def test_slots_and_the_cache_bound_what_runs_at_once():
     w, decoder, _ = estimated(32)
-    learner = LearnerCost(decoder.model, None, HARDWARE["h100"], decoder.split)
+    learner = LearnerCost(decoder.model, None, HARDWARE["h100"], split=decoder.split)
 
     def found(**changes):
         changed = dataclasses.replace(w, **changes)
-        m = estimate_bytes(changed, decoder, learner, np.array(8.0), np.array(8.0))
-        return float(m.cache), float(sequences_at_once(m, changed, decoder, 80e9, np.array(False), 4.0))
+        m = estimate_bytes(changed, decoder, learner, learner_devices=np.array(8.0), rollout_devices=np.array(8.0))
+        return float(m.cache), float(
+            sequences_at_once(m, changed, decoder, memory_bytes=80e9, disaggregated=np.array(False), replicas=4.0)
+        )
 
     text = 147_456 / 2
     assert found() == (8 * 4000 * text, 8)  # 32 slots on four replicas
@@ -183,7 +223,7 @@ def test_slots_and_the_cache_bound_what_runs_at_once():
 
 def test_live_tokens_by_hand():
     """A prompt of 100 for eight, a page of 64; all of 2,000 tokens are the most together, a half each on average."""
-    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0, spread=0), 32)
+    w = Workload(64, 8, 100.0, longest_prompt=500.0, lengths=LogNormalLengths(2000.0, 3500.0, spread=0), slots=32)
     assert live_tokens(w) == pytest.approx(100 / 8 + 2000 * (1 - 0.5 / 512) + 64)
     long_tailed = dataclasses.replace(w, lengths=LogNormalLengths(500.0, 3500.0))
     drawn = sample(long_tailed.lengths, 4096, 4096)
@@ -200,11 +240,11 @@ def test_a_head_adds_its_weights_and_cache():
 
 @pytest.mark.parametrize("kind", ["eagle3", *ONE_PASS])
 def test_a_draft_takes_what_its_empty_cache_has(kind):
-    policy, shape = preset("qwen3_8b"), PageShape(2, 8, jnp.dtype(jnp.bfloat16), "cpu")
+    policy, shape = preset("qwen3_8b"), PageShape(2, 8, jnp.dtype(jnp.bfloat16), platform="cpu")
     draft = make_method(DraftOptions(kind, layers=3), policy).model
     cache = jax.tree.leaves(jax.eval_shape(lambda: draft.init_cache(shape)))
     none, with_draft = (
-        DecoderCost(policy, head, HARDWARE["h100"]) for head in (None, priced_head(kind, policy, 0, 7, 3))
+        DecoderCost(policy, head, HARDWARE["h100"]) for head in (None, priced_head(kind, policy, 0, slots=7, layers=3))
     )
     assert token_bytes(with_draft) - token_bytes(none) == sum(x.size * x.dtype.itemsize for x in cache) / 16
 
@@ -212,9 +252,9 @@ def test_a_draft_takes_what_its_empty_cache_has(kind):
 def test_a_reference_takes_four_bytes_for_each_of_the_policys_parameters():
     head = head_config(preset("qwen3_8b"), 32_000)
     w, decoder, without = estimated(32, head)
-    learner = LearnerCost(decoder.model, head, HARDWARE["h100"], decoder.split)
+    learner = LearnerCost(decoder.model, head, HARDWARE["h100"], split=decoder.split)
     w = dataclasses.replace(w, reference=True)
-    found = estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
+    found = estimate_bytes(w, decoder, learner, learner_devices=np.array(8.0), rollout_devices=np.array(8.0))
     assert found.state - without.state == pytest.approx(4 * parameters(decoder.model) / 8)
 
 

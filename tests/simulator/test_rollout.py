@@ -78,7 +78,7 @@ def test_a_replica_gets_the_longest_of_all():
 
 def test_two_responses_by_hand():
     """2 and 4 tokens: two rows for two tokens, one for two more."""
-    p = profile(np.array([2.0, 4.0]), 2, 10.0, AT_ONCE, 1.0)
+    p = profile(np.array([2.0, 4.0]), 2, 10.0, schedule=AT_ONCE, tokens=1.0)
     assert p.tokens.sum() == pytest.approx(4) and p.refills == 1
     assert p.running[0, :32] == pytest.approx(2) and p.running[0, 32:] == pytest.approx(1)
     assert p.context[0, 0] == pytest.approx(10 + 2 / 64) and p.context[0, -1] == pytest.approx(14 - 2 / 64)
@@ -91,7 +91,7 @@ def test_two_responses_by_hand():
     chunk=st.sampled_from([0, 4]),
 )
 def test_every_token_runs_once(lengths, slots, refill, chunk):
-    p = profile(np.array(lengths, float), slots, 0.0, EngineSchedule(refill, chunk), 1.5)
+    p = profile(np.array(lengths, float), slots, 0.0, schedule=EngineSchedule(refill, chunk), tokens=1.5)
     assert (p.running * p.tokens).sum() == pytest.approx(sum(lengths))
     assert (p.running <= slots + 1e-9).all()
     assert p.tokens.sum() >= max(max(lengths), sum(lengths) / slots) - 1e-9
@@ -104,24 +104,34 @@ def test_seconds_are_those_of_a_loop_over_tokens(slots):
     machine = HARDWARE["gb200"]
     decoder = DecoderCost(DENSE, None, machine)
     expected = one_by_one(lengths, slots, 50.0, lambda B, context: float(decoder.plain(B, context)))
-    found = run(decoder, profile(lengths, slots, 50.0, AT_ONCE, 1.0), drafting(0, 1.0))
+    found = run(decoder, profile(lengths, slots, 50.0, schedule=AT_ONCE, tokens=1.0), drafting(0, 1.0))
     assert found.seconds[0, 0] == pytest.approx(expected, rel=0.01)
 
 
 def test_late_refills_take_longer():
     lengths = sample(LogNormalLengths(300, 900), 64, 64)
-    ends = [profile(lengths, 8, 0.0, EngineSchedule(share), 1.0).tokens.sum() for share in (0.0, 0.5, 1.0)]
+    ends = [
+        profile(lengths, 8, 0.0, schedule=EngineSchedule(share), tokens=1.0).tokens.sum() for share in (0.0, 0.5, 1.0)
+    ]
     assert ends[0] < ends[1] < ends[2]
     # The end of a chunk is a synchronisation too.
-    assert profile(lengths, 8, 0.0, EngineSchedule(1.0, chunk=16), 2.0).tokens.sum() < ends[2]
+    assert profile(lengths, 8, 0.0, schedule=EngineSchedule(1.0, chunk=16), tokens=2.0).tokens.sum() < ends[2]
 
 
 def test_batches_take_the_compiled_sizes():
-    p = profile(np.arange(1.0, 17.0), 16, 0.0, EngineSchedule(sizes=(0.25, 0.125), cache_length=99), 1.0)
+    p = profile(
+        np.arange(1.0, 17.0), 16, 0.0, schedule=EngineSchedule(sizes=(0.25, 0.125), cache_length=99), tokens=1.0
+    )
     assert set(np.unique(p.batch)) == {16.0, 4.0, 2.0} and (p.batch >= p.running - 1e-9).all()
     assert (p.context == 99).all()
     # While responses wait, the rows of all slots run, however few are still under way.
-    late = profile(np.array([1.0, 1.0, 1.0, 50.0] * 2), 4, 0.0, EngineSchedule(refill_share=1.0, sizes=(0.25,)), 1.0)
+    late = profile(
+        np.array([1.0, 1.0, 1.0, 50.0] * 2),
+        4,
+        0.0,
+        schedule=EngineSchedule(refill_share=1.0, sizes=(0.25,)),
+        tokens=1.0,
+    )
     assert late.running[0, 20] == 1 and late.batch[0, 20] == 4 and late.batch[0, -1] == 1
 
 
@@ -162,7 +172,7 @@ def test_jitter_is_the_standard_deviation_of_the_number_of_verifications():
 def test_plain_decoding_by_hand():
     """One row that is bound by arithmetic alone: the forward's operations at every context."""
     decoder = DecoderCost(NANO, None, ideal(flops=1e9))
-    found = run(decoder, profile(np.array([100.0]), 1, 20.0, AT_ONCE, 1.0), drafting(0, 1.0))
+    found = run(decoder, profile(np.array([100.0]), 1, 20.0, schedule=AT_ONCE, tokens=1.0), drafting(0, 1.0))
     expected = sum(float(decoder.plain(1, 20 + t)) for t in np.arange(100) + 0.5)
     assert found.seconds[0, 0] == pytest.approx(expected) and found.iterations[0, 0] == pytest.approx(100)
 
@@ -181,7 +191,7 @@ CASE = {
 def test_no_speedup_above_the_acceptance_length(count, slots, k, kept, spread, machine):
     acceptance = 1 + kept * k
     decoder = DecoderCost(DENSE, head_config(DENSE, 32_000), HARDWARE[machine])
-    p = profile(sample(LogNormalLengths(2000, 8000, spread), count, count), slots, 100.0, AT_ONCE, 1.0)
+    p = profile(sample(LogNormalLengths(2000, 8000, spread), count, count), slots, 100.0, schedule=AT_ONCE, tokens=1.0)
     plain, fast = (run(decoder, p, drafting(*x)).seconds[0, 0] for x in ((0, 1.0), (k, acceptance)))
     assert plain / fast <= acceptance
 
@@ -189,7 +199,7 @@ def test_no_speedup_above_the_acceptance_length(count, slots, k, kept, spread, m
 @hypothesis.given(**CASE)
 def test_adaptive_is_no_slower_than_any_length(count, slots, k, kept, spread, machine):
     decoder = DecoderCost(DENSE, head_config(DENSE, 32_000), HARDWARE[machine])
-    p = profile(sample(LogNormalLengths(2000, 8000, spread), count, count), slots, 100.0, AT_ONCE, 1.0)
+    p = profile(sample(LogNormalLengths(2000, 8000, spread), count, count), slots, 100.0, schedule=AT_ONCE, tokens=1.0)
     accepted = cumulative_acceptance(np.array([[1 + 7 * kept]]), 7)
     adaptive = run(decoder, p, Drafting(np.array([[-1.0]]), accepted))
     fixed = [run(decoder, p, Drafting(np.array([[float(j)]]), accepted)).seconds[0, 0] for j in LENGTHS]
@@ -202,7 +212,11 @@ def test_the_best_length_grows_as_the_batch_thins():
     decoder = DecoderCost(DENSE, head_config(DENSE, 32_000), HARDWARE["tpu_v6e"])
     accepted = cumulative_acceptance(np.array([[4.0]]), 7)
     alone, full = (
-        run(decoder, profile(np.full(n, 500.0), n, 10.0, AT_ONCE, 1.0), Drafting(np.array([[-1.0]]), accepted))
+        run(
+            decoder,
+            profile(np.full(n, 500.0), n, 10.0, schedule=AT_ONCE, tokens=1.0),
+            Drafting(np.array([[-1.0]]), accepted),
+        )
         for n in (1, 512)
     )
     assert alone.length[0, 0] > full.length[0, 0]
@@ -211,14 +225,19 @@ def test_the_best_length_grows_as_the_batch_thins():
 def test_without_gaps_a_batch_takes_its_share_of_a_full_device():
     """All equally long, as many as fit: batches in a row take what one takes alone."""
     lengths, each = LogNormalLengths(1000, 8000, 0.0), np.array([[32.0]])
-    steady = run_steady(DECODER, lengths, 100.0, each, each, drafting(0, 1.0))
-    alone = run(DECODER, profile(np.full(32, 1000.0), 32, 100.0, AT_ONCE, 1.0), drafting(0, 1.0))
+    steady = run_steady(DECODER, lengths, 100.0, each=each, most=each, drafting=drafting(0, 1.0))
+    alone = run(DECODER, profile(np.full(32, 1000.0), 32, 100.0, schedule=AT_ONCE, tokens=1.0), drafting(0, 1.0))
     assert steady.seconds[0, -1] == pytest.approx(alone.seconds[0, 0], rel=1e-3)
     assert steady.delay[0, -1] == pytest.approx(alone.seconds[0, 0], rel=1e-3)
 
 
 def test_more_at_once_is_more_throughput_and_more_delay():
     steady = run_steady(
-        DECODER, LogNormalLengths(1000, 8000), 100.0, np.array([[32.0]]), np.array([[128.0]]), drafting(3, 2.5)
+        DECODER,
+        LogNormalLengths(1000, 8000),
+        100.0,
+        each=np.array([[32.0]]),
+        most=np.array([[128.0]]),
+        drafting=drafting(3, 2.5),
     )
     assert (np.diff(steady.seconds) < 0).all() and (np.diff(steady.delay) > 0).all()

@@ -33,7 +33,7 @@ def no_tail(seconds):
 
 def test_the_papers_table_1():
     """arXiv 2604.26779: generation is 66.1 % of RL-Zero's plain step; its bound at 3.32 is 1.86."""
-    zero = PhaseSeconds(0.2, 1.9, 100.0, 17.8, 31.3)
+    zero = PhaseSeconds(0.2, 1.9, 100.0, logprob=17.8, train=31.3)
     assert zero.total == pytest.approx(151.2) and zero.share() == pytest.approx(0.661, abs=1e-3)
     assert amdahl(zero.share(), 3.32) == pytest.approx(1.86, abs=0.01)
 
@@ -59,7 +59,9 @@ def test_devices_that_share_everything_gain_nothing_from_a_lag():
 @hypothesis.given(st.tuples(*[SECONDS] * 5), SECONDS, SECONDS, LAGS, st.booleans(), st.floats(0.0, 1.0))
 def test_lag_is_never_slower_on_the_same_split(values, steady, delay, lag, in_flight, contention):
     p, s = phases(*values), Steady(np.array([[steady]]), np.array([[delay]]))
-    totals = [asynchronous(p, s, [[n]], in_flight, contention).total[0, 0] for n in (0, lag, lag + 1)]
+    totals = [
+        asynchronous(p, s, [[n]], in_flight=in_flight, contention=contention).total[0, 0] for n in (0, lag, lag + 1)
+    ]
     assert totals[0] == p.total[0, 0] and totals[0] * (1 + 1e-12) >= totals[1] >= totals[2]
     assert totals[2] >= p.learner[0, 0] * (1 - 1e-12)
 

@@ -52,40 +52,52 @@ class GivenLengths:
 
 
 def work(*values, group=1):
-    return Workload(len(values), group, 0.0, 0.0, GivenLengths(values), 0)
+    return Workload(len(values), group, 0.0, longest_prompt=0.0, lengths=GivenLengths(values), slots=0)
 
 
 EQUAL = work(100.0, 100.0, 100.0, 100.0)
 
 
 def run(w, update, learn=0.0, disagreement=0.0, *, replicas=1, slots=999, decoder=FREE_DECODER, prepare=0.0, seed=0):
-    return simulate(w, decoder, SECOND, replicas, slots, update, Outside(prepare, learn), disagreement, seed)
+    return simulate(
+        w,
+        decoder,
+        SECOND,
+        replicas=replicas,
+        slots=slots,
+        update=update,
+        outside=Outside(prepare, learn),
+        disagreement=disagreement,
+        seed=seed,
+    )
 
 
 # ---- events
 
 
 def test_one_slot_draws_one_rollout_after_the_other():
-    line = new_line(np.array([3.0, 5.0, 2.0]), 1, 0, 1)
-    half, clock = advance(line, np.zeros(1), SECOND, 1, 0.0, until=4.0)
+    line = new_line(np.array([3.0, 5.0, 2.0]), 1, 0, group=1)
+    half, clock = advance(line, np.zeros(1), SECOND, slots=1, prompt=0.0, until=4.0)
     assert half.drawn.tolist() == [[3, 1, 0]] and clock == 4
-    assert advance(line, np.zeros(1), SECOND, 1, 0.0)[1] == 10
-    assert advance(line, np.zeros(1), SECOND, 2, 0.0)[1] == 5  # 3 and 2 beside 5
-    assert advance(line, np.zeros(1), SECOND, 3, 0.0, left=1)[1] == 3
+    assert advance(line, np.zeros(1), SECOND, slots=1, prompt=0.0)[1] == 10
+    assert advance(line, np.zeros(1), SECOND, slots=2, prompt=0.0)[1] == 5  # 3 and 2 beside 5
+    assert advance(line, np.zeros(1), SECOND, slots=3, prompt=0.0, left=1)[1] == 3
     wanted = np.array([[False, False, True]])
-    assert advance(line, np.zeros(1), SECOND, 3, 0.0, wanted=wanted)[1] == 2
-    alone, _ = advance(line, np.zeros(1), SECOND, 1, 0.0, wanted=wanted, runs=wanted)
+    assert advance(line, np.zeros(1), SECOND, slots=3, prompt=0.0, wanted=wanted)[1] == 2
+    alone, _ = advance(line, np.zeros(1), SECOND, slots=1, prompt=0.0, wanted=wanted, runs=wanted)
     assert alone.drawn.tolist() == [[0, 0, 2]]
 
 
 def test_replicas_have_clocks_of_their_own():
-    line, clock = advance(new_line(np.array([3.0, 5.0, 2.0]), 2, 0, 1), np.array([0.0, 7.0]), SECOND, 1, 0.0)
+    line, clock = advance(
+        new_line(np.array([3.0, 5.0, 2.0]), 2, 0, group=1), np.array([0.0, 7.0]), SECOND, slots=1, prompt=0.0
+    )
     assert clock.tolist() == [8, 9] and not line.unfinished.any()
 
 
 def test_a_line_forgets_some_and_others_stand_behind():
-    line = new_line(np.array([3.0, 5.0, 2.0, 4.0]), 2, 0, 2)
-    kept = line.only(np.array([[False, True], [False, False]])).then(new_line(np.array([7.0, 8.0]), 2, 1, 1))
+    line = new_line(np.array([3.0, 5.0, 2.0, 4.0]), 2, 0, group=2)
+    kept = line.only(np.array([[False, True], [False, False]])).then(new_line(np.array([7.0, 8.0]), 2, 1, group=1))
     assert kept.length.tolist() == [[5, 7], [0, 8]] and kept.step.tolist() == [[0, 1], [0, 1]]
 
 
@@ -99,9 +111,9 @@ def test_verification_keeps_what_comes_before_the_first_disagreement():
 def test_a_pace_is_that_of_the_decoder():
     s = scenario()
     drafting = Drafting(np.array([[3.0]]), np.full((1, 1, 7), 0.5))
-    pace = make_pace(s.decoder, drafting, 128, 8000.0)
+    pace = make_pace(s.decoder, drafting, 128, longest=8000.0)
     running, context = np.array([1.0, 17.0, 100.0, 128.0]), np.array([0.0, 300.0, 5000.0, 7999.0])
-    _, tokens, cost = choose(s.decoder, running[None], context[None], drafting)
+    _, tokens, cost = choose(s.decoder, running[None], context[None], drafting=drafting)
     assert pace(running, context) == pytest.approx((cost / tokens)[0], rel=0.01)
 
 
@@ -121,7 +133,7 @@ def test_a_synchronous_step_is_generation_and_learning():
 def test_without_disagreement_and_cost_the_longer_side_counts(learn, seconds):
     for update in (EXACT, INFLIGHT, MODES["exact"]):
         assert run(EQUAL, update, learn, slots=4).seconds == pytest.approx(seconds)
-    assert exact_seconds(100.0, learn, 0.0, 0.0) == seconds
+    assert exact_seconds(100.0, learn, 0.0, rest=0.0) == seconds
 
 
 @pytest.mark.parametrize("learn", [60.0, 150.0])
@@ -130,7 +142,7 @@ def test_where_every_token_disagrees_nothing_is_gained(learn):
     found = run(EQUAL, EXACT, learn, disagreement=1.0)
     assert found.seconds == pytest.approx(99 + learn) and found.kept == 0
     assert found.rest == pytest.approx(min(learn, 100) / 100)
-    assert exact_seconds(100.0, learn, 0.0, expected_rest(np.full(4, 100.0), 1.0)) == pytest.approx(100 + learn)
+    assert exact_seconds(100.0, learn, 0.0, rest=expected_rest(np.full(4, 100.0), 1.0)) == pytest.approx(100 + learn)
 
 
 def test_free_slots_hide_a_tail():
@@ -194,7 +206,7 @@ def test_the_formula_is_the_events_where_all_is_drawn_while_the_learner_works(di
     v = float(decoder.verification(256 * w.lengths.mean, w.lengths.mean)) / generate
     assert 0.1 < v < 2
     seeds = [run(w, EXACT, learn, disagreement, decoder=decoder, seed=i) for i in range(20)]
-    expected = exact_seconds(generate, learn, v, expected_rest(lengths(), disagreement))
+    expected = exact_seconds(generate, learn, v, rest=expected_rest(lengths(), disagreement))
     assert np.mean([x.seconds for x in seeds]) == pytest.approx(expected, rel=0.02)
     assert np.mean([x.kept for x in seeds]) == pytest.approx(expected_kept(lengths(), disagreement), abs=0.01)
 
@@ -204,7 +216,7 @@ def test_where_generation_is_longer_the_formula_is_a_bound(disagreement):
     """What was not begun is not drawn again."""
     w = work(*lengths())
     found = run(w, EXACT, 400.0, disagreement).seconds
-    expected = exact_seconds(w.lengths.limit, 400.0, 0.0, expected_rest(lengths(), disagreement))
+    expected = exact_seconds(w.lengths.limit, 400.0, 0.0, rest=expected_rest(lengths(), disagreement))
     assert w.lengths.limit <= found * (1 + 1e-9) and found <= expected * 1.01
 
 
@@ -221,9 +233,11 @@ def test_a_synchronous_step_is_the_rooflines():
 def test_exact_is_no_faster_than_inflight_and_its_tokens_are_fresh():
     s, p = scenario(), points(32)
     for disagreement in (0.0, 1e-4):
-        on, off = (divided(s, p, MODES[name], disagreement) for name in ("exact", "inflight"))
+        on, off = (divided(s, p, MODES[name], disagreement=disagreement) for name in ("exact", "inflight"))
         assert 0 < on.rollout_devices[0] < 32 and on.rollout_devices[0] % 2 == 0
-        found, bound = (simulate_update(s, off, MODES[name], disagreement) for name in ("exact", "inflight"))
+        found, bound = (
+            simulate_update(s, off, MODES[name], disagreement=disagreement) for name in ("exact", "inflight")
+        )
         assert found.seconds >= bound.seconds and found.stale == 0 < bound.stale
     assert divided(s, p, MODES["lookahead"]).rollout_devices[0] == 32
 

@@ -11,7 +11,7 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.tasks.benchmark import benchmark, compiled_lengths, make_sides, print_benchmark, round_metrics
 from specrl_jax.training.build import make_rollout
 from specrl_jax.training.speedup import timed
-from tests.helpers.training import make_run
+from tests.helpers.training import NEVER, make_run
 
 SIDES = ("plain", "k_0", "k_2", "adaptive")
 
@@ -31,10 +31,15 @@ def setup_of(**changes):
     return run.learner, make_rollout(run.plan, compiled_lengths(run.config)), run.problems
 
 
+def run_benchmark(setup, workdir, stop=NEVER):
+    learner, rollout, problems = setup
+    return benchmark(learner, rollout, problems, workdir=str(workdir), stop=stop)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     workdir = str(tmp_path_factory.mktemp("benchmark"))
-    return benchmark(*setup_of(), workdir, threading.Event()), workdir
+    return run_benchmark(setup_of(), workdir), workdir
 
 
 @pytest.mark.slow
@@ -65,7 +70,7 @@ def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
 
     seen = []
     monkeypatch.setattr(module, "round_metrics", lambda found: seen.append(found) or round_metrics(found))
-    benchmark(*setup_of(), str(tmp_path), threading.Event())
+    run_benchmark(setup_of(), tmp_path)
     for found in seen:
         for side in SIDES[1:]:
             np.testing.assert_array_equal(found[side][0].tokens, found["plain"][0].tokens)
@@ -85,10 +90,10 @@ def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, 
 
     def count(engine, weights, work, lengths, on_progress):
         made.append(names[id(engine), id(lengths)])
-        return timed(engine, weights, work, lengths, on_progress)
+        return timed(engine, weights, work, lengths=lengths, on_progress=on_progress)
 
     monkeypatch.setattr(module, "timed", count)
-    benchmark(*setup, str(tmp_path), threading.Event())
+    run_benchmark(setup, tmp_path)
     n = len(sides)
     assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n : -2 * n] == extra
 
@@ -98,4 +103,4 @@ def test_a_signal_ends_it(tmp_path):
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped, match="starts anew"):
-        benchmark(*setup_of(), str(tmp_path), stop)
+        run_benchmark(setup_of(), tmp_path, stop)

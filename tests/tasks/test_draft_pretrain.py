@@ -37,7 +37,9 @@ def smoke_config(output):
 def pretrained(run, state, workdir, stop=NEVER):
     """Run the task on a copy of `state`; return the log."""
     state = jax.tree.map(jnp.array, state)
-    return draft_pretrain.draft_pretrain(run.learner, run.rollout, run.problems, state, str(workdir), stop)
+    return draft_pretrain.draft_pretrain(
+        run.learner, run.rollout, run.problems, state=state, workdir=str(workdir), stop=stop
+    )
 
 
 def without_generation(run):
@@ -56,7 +58,8 @@ def filled(run, folder, state):
     """Fill the store in `folder`, and return it."""
     store, weights = stored(run, folder, state)
     with Display(12, 0, NEVER) as display:
-        fill_store(*run[:3], state.policy.params, weights, store, display)
+        params = state.policy.params
+        fill_store(run.learner, run.rollout, run.problems, params=params, weights=weights, store=store, display=display)
     return store
 
 
@@ -103,7 +106,7 @@ def test_the_ids_are_those_that_the_texts_use_most(made):
     stream, noise = setup.problems.stream(4), setup.config.rollout.seed + ANSWERS_SEED_OFFSET
     for wave in range(3):
         prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in next(stream)]
-        rollouts = setup.rollout.plain_engine.generate(weights, prompts, 4, noise, 16 * wave)
+        rollouts = setup.rollout.plain_engine.generate(weights, prompts, 4, seed=noise, first_id=16 * wave)
         for row in range(16):
             for token in rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]]:
                 counts[token] += 1
@@ -182,7 +185,9 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
     with Display(12, 0, NEVER) as display:
         store, _ = stored(used, workdir / "features", start)
         data, placed = batches(used.learner, 0, store), jax.tree.map(jnp.array, start)
-        log, best, _ = draft_pretrain.train_draft(*used[:3], placed, data, display)
+        log, best, _ = draft_pretrain.train_draft(
+            used.learner, used.rollout, used.problems, state=placed, data=data, display=display
+        )
     assert [row["step"] for row in log if "spec/acceptance_length" in row] == [0, 2, 4, 6]
     assert len(seen) == 4
     jax.tree.map(np.testing.assert_array_equal, best, seen[1])
@@ -200,11 +205,11 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
 
         waves, compiled = 0, setup.rollout.plain_engine.compiled
 
-        def generate(self, *args):
+        def generate(self, *args, **kwargs):
             self.waves += 1
             if self.waves == 2:
                 stop.set()
-            return setup.rollout.plain_engine.generate(*args)
+            return setup.rollout.plain_engine.generate(*args, **kwargs)
 
     used = used._replace(rollout=dataclasses.replace(used.rollout, plain_engine=Interrupted()))
     with pytest.raises(Stopped, match="16 rollouts are kept; the same command goes on from there"):
@@ -284,7 +289,10 @@ def test_the_features_are_those_of_the_policys_own_pass(made):
     setup, workdir, _, _, start = made
     store, _ = stored(setup, workdir / "features", start)
     found = [store[i] for i in range(20, 36)]
-    rows = rows_of(*(np.stack([getattr(row, x) for row in found]) for x in ("tokens", "prompt_length", "length")), 0)
+    tokens, prompt_length, length = (
+        np.stack([getattr(row, x) for row in found]) for x in ("tokens", "prompt_length", "length")
+    )
+    rows = rows_of(tokens, prompt_length, length, pad_id=0)
     features = in_parts(
         setup.learner.feature_step, start.policy.params, rows, setup.learner.packing.microbatch(rows.tokens.shape[1])
     )
@@ -430,7 +438,7 @@ def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
 def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(kind, tmp_path):
     """A policy that has something to say, thirty updates, and the folder read back into the same engine."""
     nano = qwen3.preset("nano")
-    hf.save_params(str(tmp_path / "policy"), random_params(nano), nano, "float32")
+    hf.save_params(str(tmp_path / "policy"), random_params(nano), nano, dtype="float32")
     config = smoke_config(tmp_path / "draft")
     config.policy.preset, config.policy.path = "nano", str(tmp_path / "policy")
     config.draft.kind, config.draft.vocab_size = kind, 0
@@ -454,5 +462,5 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     params = initial_draft_params(loaded.learner, start.policy.params)
     state = start.replace(draft=start.draft.replace(params=params))
     with Display(12, 0, NEVER) as display:
-        found = draft_pretrain.held_out_acceptance(*run[:3], state, display)
+        found = draft_pretrain.held_out_acceptance(run.learner, run.rollout, run.problems, state=state, display=display)
     assert found.items() <= log[-1].items()

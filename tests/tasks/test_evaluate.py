@@ -39,7 +39,7 @@ def test_the_table_has_a_column_for_each_of_several_sets(capsys):
 @pytest.mark.slow
 def test_evaluation_of_a_policy(tmp_path, capsys):
     run = make_run(rlzero_tiny.get_config("smoke"), scorer=FunctionScorer(lower_case))
-    evaluate_policy(*run, str(tmp_path), NEVER)
+    evaluate_policy(run.learner, run.rollout, run.problems, scorer=run.scorer, workdir=str(tmp_path), stop=NEVER)
     summary = json.loads((tmp_path / "evaluation.json").read_text())
     *table, line = capsys.readouterr().out.splitlines()
     assert json.loads(line) == summary and any("accuracy" in row for row in table)

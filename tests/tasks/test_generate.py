@@ -28,7 +28,7 @@ from tests.helpers.policies import random_params
 from tests.helpers.runs import ROOT, arguments, make_call
 
 NANO, DEEP = qwen3.preset("nano"), qwen3.preset("nano_deep")
-SMALLER = qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
+SMALLER = qwen3.Qwen3Config(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
 ROLLOUT = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12, num_slots=6, top_k=50, top_p=0.95)
@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 
     save("policy", hf.save_params, random_params(NANO), NANO, "float32")
     save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, "float32")
-    other = qwen3.Qwen3Config(96, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
+    other = qwen3.Qwen3Config(96, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
     save("other_words", hf.save_params, random_params(other), other, "float32")
     for dialect in mtp_formats.FORMATS:
         head = mtp.mtp_config(NANO)
@@ -96,10 +96,12 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
     for text, texts, tokens, positions in zip(out.texts, out.token_texts, out.tokens, out.draft_positions, strict=True):
         assert "".join(texts) == text and len(texts) == len(tokens) == len(positions)
     encoded = [generator.tokenizer.encode(prompt) for prompt in out.prompts]
-    rows = make_rows(encoded, out.tokens, 20, 0)
+    rows = make_rows(encoded, out.tokens, 20, pad_id=0)
     partition = partitioner(one_device(), LEARNER)
-    policy = hf.load_params(str(folders / "policy"), NANO, partition, jnp.float32)
-    logits = jax.jit(lambda w: qwen3.forward(w, NANO, qwen3.Inputs(rows.tokens, rows.positions), partition).logits)
+    policy = hf.load_params(str(folders / "policy"), NANO, partition, dtype=jnp.float32)
+    logits = jax.jit(
+        lambda w: qwen3.forward(w, NANO, qwen3.Inputs(rows.tokens, rows.positions), partition=partition).logits
+    )
     sampling = Sampling(ROLLOUT.temperature, ROLLOUT.top_k, ROLLOUT.top_p)
     probs = final_probs(np.asarray(logits(policy))[rows.mask], sampling)
     expected = np.log(probs[np.arange(len(probs)), rows.targets[rows.mask]])

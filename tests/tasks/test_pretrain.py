@@ -20,7 +20,9 @@ def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
     config = pretrain_tiny.get_config("smoke")
     run = make_run(config, steps=12, pretrain__batch_size=16, pretrain__output=str(tmp_path / "base"))
     (tmp_path / "base").mkdir()
-    log = pretrain.pretrain(*run, str(tmp_path), NEVER)
+    log = pretrain.pretrain(
+        run.learner, run.rollout, run.problems, scorer=run.scorer, workdir=str(tmp_path), stop=NEVER
+    )
     # Uniform over 128 ids is 4.85 nats; a dozen steps learn at least which characters occur.
     assert log[-1]["loss"] < 4.0
     loaded = make_run(

@@ -51,9 +51,9 @@ def collectives(compiled, kind):
 
 def test_policy_step_compiles_sharded():
     partition = partitioner(mesh(), LEARNER)
-    learner = PolicyForward(MODEL, BF16, True, CONFIG.policy.vocab_tile, 1.0)
+    learner = PolicyForward(MODEL, BF16, True, vocab_tile=CONFIG.policy.vocab_tile, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
-    step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition)
+    step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition=partition)
     B, T = 8, 4096
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
     compiled = step.gradient.lower(state, *minibatch(B, T)).compile()
@@ -73,10 +73,10 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     """Drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh(), ROLLOUT)
     B, k = 64, 3
-    limits = EngineConfig(B, 1024, 1024, 16)
-    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
-    drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
-    engine = make_rollout_engine(MODEL, DRAFT, drafter, config, CharTokenizer(), partition)
+    limits = EngineConfig(B, 1024, 1024, chunk=16)
+    config = InferenceConfig(Sampling(), limits, 0, dtype=BF16, cache_dtype=BF16, compute_dtype=BF16)
+    drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, config.dtype, partition=partition))
+    engine = make_rollout_engine(MODEL, DRAFT, drafter, config=config, tokenizer=CharTokenizer(), partition=partition)
     run, arguments = engine.compiled.describe(Program("decode", B, k), inference_weights(MODEL, DRAFT, BF16, partition))
     compiled = run.lower(*arguments).compile()
     # bfloat16: a fourth of the experts, everything else whole; caches by rows. The head has 4 KiB of keys and values a

@@ -45,9 +45,13 @@ def mesh():
 def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy
-    learner = PolicyForward(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, 1.0)
+    learner = PolicyForward(
+        MODEL, jnp.dtype(policy.compute_dtype), policy.remat, vocab_tile=policy.vocab_tile, temperature=1.0
+    )
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
-    step = make_policy_step(learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition)
+    step = make_policy_step(
+        learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition=partition
+    )
     B = grpo.microbatch_tokens // 10_240
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
@@ -68,11 +72,15 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     """Plain, and drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
-    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
-    config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
+    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, chunk=r.chunk)
+    config = InferenceConfig(
+        Sampling(), limits, 0, dtype=jnp.dtype(CONFIG.policy.dtype), cache_dtype=jnp.dtype(r.cache_dtype)
+    )
     draft = DRAFT if k else None
-    drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition)) if draft else NO_DRAFTER
-    engine = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
+    drafter = (
+        draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition=partition)) if draft else NO_DRAFTER
+    )
+    engine = make_rollout_engine(MODEL, draft, drafter, config=config, tokenizer=CharTokenizer(), partition=partition)
     run, arguments = engine.compiled.describe(
         Program("decode", r.num_slots, k), inference_weights(MODEL, draft, config.dtype, partition)
     )
@@ -93,7 +101,9 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     dtype = jnp.dtype(CONFIG.policy.compute_dtype)
-    learner = DraftForward(DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, 1.0)
+    learner = DraftForward(
+        DRAFT, MODEL, dtype, loss=CONFIG.draft.loss, ttt_steps=3, vocab_tile=CONFIG.policy.vocab_tile, temperature=1.0
+    )
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
     state = abstract_state(DRAFT.specs, optimizer, partition)
@@ -109,7 +119,7 @@ def test_draft_step_compiles_sharded(mesh):
         *(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB))
     )
     counts = jax.ShapeDtypeStruct((3,), jnp.float32)
-    rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
+    rows = Rows(ints, ints, ints, mask=shape(B, T, dtype=jnp.bool_))
     compiled = step.update.gradient.lower(state, tables, counts, features, rows).compile()
     # Float32; `fc` is split by fsdp alone.
     learnt = 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))

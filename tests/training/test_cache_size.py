@@ -44,7 +44,7 @@ def test_the_pool_is_what_the_slots_can_need_and_at_most_what_is_allowed():
 @pytest.mark.parametrize("section", ["rollout", "eval"])
 def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_size_that_would_do(section):
     with pytest.raises(InputError) as error:
-        with_pages(LIMITS, with_cache(0.05), PAGE, section)
+        with_pages(LIMITS, with_cache(0.05), PAGE, section=section)
     message = str(error.value)
     assert message.startswith("rollout.cache_gb: 0.048 GB") and f"a lower {section}.max_response_tokens" in message
     enough = float(re.search(r"rollout\.cache_gb=([\d.]+) or more", message)[1])
@@ -63,10 +63,10 @@ def test_a_page_takes_what_its_arrays_do_on_a_device(kind):
     mesh, rollout = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), RolloutConfig(page_tokens=16)
     model, partition = qwen3.preset("nano"), partitioner(mesh, ROLLOUT)
     draft = make_method(DraftOptions(kind, preset="nano" if kind == "model" else ""), model).model
-    found = page_bytes(model, draft, rollout, partition)
+    found = page_bytes(model, draft, rollout, partition=partition)
     limits = dataclasses.replace(LIMITS, shards=2)
     dtypes = jnp.dtype("float32"), jnp.dtype(rollout.cache_dtype)
-    target = Target(model, draft, InferenceConfig(Sampling(), limits, 0, *dtypes), partition)
+    target = Target(model, draft, InferenceConfig(Sampling(), limits, 0, *dtypes), partition=partition)
     pages = 6
     pools = jax.device_put(target.init_cache(pages, rollout.page_tokens), target.slots_shardings().cache)
     first = [s.data.nbytes for x in jax.tree.leaves(pools) for s in x.addressable_shards if s.device.id == 0]
@@ -90,9 +90,9 @@ def test_a_pool_beyond_the_device_is_refused_with_what_it_has():
 
 def test_a_limit_beyond_the_positions_is_refused_with_the_longest_that_fits():
     nano = qwen3.preset("nano")  # 4,096 positions
-    check_cache_length(EngineConfig(8, 96, 4000, 4), nano)
+    check_cache_length(EngineConfig(8, 96, 4000, chunk=4), nano)
     words = r"^eval\.max_response_tokens=4001: with rollout\.max_prompt_tokens=96 .* at most 4000 is possible$"
     with pytest.raises(InputError, match=words):
-        check_cache_length(EngineConfig(8, 96, 4001, 4), nano, "eval")
+        check_cache_length(EngineConfig(8, 96, 4001, chunk=4), nano, "eval")
     with pytest.raises(InputError, match=r"^rollout\.max_prompt_tokens=4096: .* at most 4095 leave an answer$"):
-        check_cache_length(EngineConfig(8, 4096, 1, 4), nano)
+        check_cache_length(EngineConfig(8, 4096, 1, chunk=4), nano)

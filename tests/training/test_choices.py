@@ -35,7 +35,7 @@ def config(**changes):
 
 def chosen(model=SMALL, memory=24 * GB, measured=SOLVED, devices=1, **changes):
     mesh = make_mesh({"data": 1, "fsdp": devices, "expert": 1, "tensor": 1}, jax.devices()[:devices])
-    done = choose_sizes(config(**changes), model, Machine(mesh, memory), measured)
+    done = choose_sizes(config(**changes), model, Machine(mesh, memory), measured=measured)
     check_chosen(done)
     return {key: value_of(done, key) for key in list(AUTOMATIC)[2:]}
 
@@ -118,7 +118,7 @@ def test_the_length_that_the_policy_was_made_for_is_not_exceeded():
 @pytest.mark.parametrize("task", ["evaluate", "benchmark"])
 def test_a_head_that_cannot_learn_is_not_chosen(task):
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    done = choose_sizes(dataclasses.replace(config(), task=task), SMALL, Machine(mesh, 24 * GB), SOLVED)
+    done = choose_sizes(dataclasses.replace(config(), task=task), SMALL, Machine(mesh, 24 * GB), measured=SOLVED)
     assert (done.draft.kind, done.draft.vocab_size) == ("suffix", 0)
 
 

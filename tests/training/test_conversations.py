@@ -89,7 +89,7 @@ class Asked:
     def __call__(self, responses, answers, contexts, waiting):
         self.rows += zip(responses, contexts)
         zero = np.zeros(len(responses), np.float32)
-        return Scores(zero, {}, zero > 0, {}, [None] * len(responses))
+        return Scores(zero, {}, zero > 0, failures={}, extracted=[None] * len(responses))
 
 
 @pytest.fixture
@@ -101,13 +101,15 @@ def opens():
 
 def begin(scorer, tokenizer, problems, samples=2):
     config = config_of("Opens", rollout__max_prompt_tokens=20)
-    return begin_conversations(scorer, config, tokenizer, problems, samples, 0, lambda: None)
+    return begin_conversations(
+        scorer, config, tokenizer, problems=problems, samples=samples, step=0, waiting=lambda: None
+    )
 
 
 def say(talks, tokenizer, text, *requests):
     """Hand over a turn of each request, with its end-of-text; return the answers."""
     for request in requests:
-        talks.ask(Turn(request, np.array([*tokenizer.encode(text), tokenizer.eos_ids[0]]), True, True))
+        talks.ask(Turn(request, np.array([*tokenizer.encode(text), tokenizer.eos_ids[0]]), True, eos=True))
     found = []
     while len(found) < len(requests):
         found += talks.answers(1.0)
@@ -135,12 +137,12 @@ def rollouts_of(problems, samples=2):
 )
 def test_first_messages_that_cannot_be_a_prompt_cost_the_rollouts_of_their_row(opens, first, said):
     tokenizer = TwoRoles()
-    well = Problem("well", "1", "", {"first": [{"role": "user", "content": "a" * 20}]})
-    problems = [Problem("bad", "1", "", {"first": first}), well]
+    well = Problem("well", "1", "", row={"first": [{"role": "user", "content": "a" * 20}]})
+    problems = [Problem("bad", "1", "", row={"first": first}), well]
     opened, talks = begin(opens, tokenizer, problems)
     assert [problem.prompt for problem in opened] == ["bad", "a" * 20]
     assert set(say(talks, tokenizer, "end", *range(4)).values()) == {None}
-    scores = talks.scores(rollouts_of(2), np.arange(4), opens, lambda: None)
+    scores = talks.scores(rollouts_of(2), np.arange(4), opens, waiting=lambda: None)
     assert scores.environment["failed"].tolist() == [1, 1, 0, 0]
     assert scores.environment["cut"].tolist() == [1, 1, 0, 0]  # as the engine says
     assert scores.total.tolist() == [0, 0, 1, 1] and scores.failures == {"error": 2}
@@ -150,13 +152,13 @@ def test_first_messages_that_cannot_be_a_prompt_cost_the_rollouts_of_their_row(o
 def test_rewards_get_the_last_turn_and_what_the_conversation_began_with(opens):
     """Two rollouts: the environment ends one of them, the engine the other, for which nothing has room."""
     tokenizer, row = ManyEnds(), {"first": [{"role": "user", "content": "begin"}]}
-    _, talks = begin(opens, tokenizer, [Problem("row", "1", "", row)])
+    _, talks = begin(opens, tokenizer, [Problem("row", "1", "", row=row)])
     answers = say(talks, tokenizer, "one", 0, 1)
     assert {tokenizer.decode(list(tokens)) for tokens in answers.values()} == {"[go on]"}
     assert say(talks, tokenizer, "end", 0) == {0: None}
     say(talks, tokenizer, "last", 1)
     assert opens.environment._holders
-    talks.scores(rollouts_of(1), np.arange(2), opens, lambda: None)
+    talks.scores(rollouts_of(1), np.arange(2), opens, waiting=lambda: None)
     assert opens.rows == [(text, Context("begin", row, tokenizer.encode(text))) for text in ("end", "last")]
     assert not opens.environment._holders
 
@@ -166,7 +168,7 @@ def test_an_environment_gets_the_prompt_before_the_chat_template():
 
     def prompt_of(prompt, **format):
         row = Row("a.jsonl:1", {"prompt": prompt, "answer": "2", "level": 1}, "")
-        problem = parse_problem(row, Schema("prompt", "answer"), PromptFormat(**format), CharTokenizer())
+        problem = parse_problem(row, Schema("prompt", "answer"), PromptFormat(**format), tokenizer=CharTokenizer())
         found = row_of(problem)
         assert found["answer"] == "2" and found["level"] == 1
         return found["prompt"]
@@ -211,10 +213,10 @@ def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():
     turns = Conversations(*shared, problems, problems, {}, [0], len(told))
     for request, outcomes in enumerate(told):
         for _ in outcomes:
-            turns.ask(Turn(request, np.array(tokenizer.encode("2")), True, False))
+            turns.ask(Turn(request, np.array(tokenizer.encode("2")), True, eos=False))
             turns.answers(1.0)
     scorer = Scorer((), environment=workers, correct_from=0.75)
-    scores = turns.scores(rollouts_of(1, len(told)), np.arange(len(told)), scorer, lambda: None)
+    scores = turns.scores(rollouts_of(1, len(told)), np.arange(len(told)), scorer, waiting=lambda: None)
     np.testing.assert_array_equal(scores.total, [1.0, 0.5, 0.0, 9.0, 0.0])
     np.testing.assert_array_equal(scores.correct, [True, False, True, False, False])
 
@@ -230,7 +232,7 @@ def test_an_answer_says_whether_a_limit_ended_the_conversation(ended):
     last = []
     for request, outcomes in enumerate(told):
         for left in reversed(range(len(outcomes))):
-            turns.ask(Turn(request, np.array(tokenizer.encode("2")), ended or left > 0, True))
+            turns.ask(Turn(request, np.array(tokenizer.encode("2")), ended or left > 0, eos=True))
             (answer,) = turns.answers(1.0)
         last.append(answer)
     assert last == [(0, None, True), (1, None, False), (2, None, False), (3, None, not ended)]
@@ -352,7 +354,7 @@ def test_environments_that_fail_cost_their_own_rollouts_their_reward(whole, tmp_
 @pytest.mark.slow
 def test_an_evaluation_says_what_its_environments_did(tmp_path):
     run = make()
-    evaluate_policy(*run, str(tmp_path), NEVER)
+    evaluate_policy(run.learner, run.rollout, run.problems, scorer=run.scorer, workdir=str(tmp_path), stop=NEVER)
     run.scorer.close()
     summary = json.loads((tmp_path / "evaluation.json").read_text())
     assert 1 < summary["eval/environment/turns"] <= 4 and summary["eval/environment/computed_share"] == 1

@@ -67,7 +67,7 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
 
 def scores_of(rewards, failures=None):
     rewards = np.asarray(rewards, np.float32).reshape(-1)
-    return Scores(rewards, {"exact": rewards}, rewards > 0, failures or {}, [None] * len(rewards))
+    return Scores(rewards, {"exact": rewards}, rewards > 0, failures=failures or {}, extracted=[None] * len(rewards))
 
 
 def rounds_of(*rewards, g=None, step=0):
@@ -76,10 +76,12 @@ def rounds_of(*rewards, g=None, step=0):
 
     def generate(problems, first_id):
         asked.append((problems, first_id))
-        return with_rewards(rollouts_of(first_id), problems, scores_of(left.pop(0)), g or settings(), LONGEST)
+        return with_rewards(
+            rollouts_of(first_id), problems, scores_of(left.pop(0)), grpo=g or settings(), longest=LONGEST
+        )
 
     drawn = iter([["more 1"] * P, ["more 2"] * P])
-    return sample_rounds(generate, ["first"] * P, lambda: next(drawn), g or settings(), step), asked
+    return sample_rounds(generate, ["first"] * P, lambda: next(drawn), grpo=g or settings(), step=step), asked
 
 
 MIXED, EQUAL = [[1, 0], [0, 1], [1, 0]], [[1, 1], [0, 0], [1, 1]]
@@ -123,7 +125,9 @@ def test_enough_at_once_is_not_generated_again():
 def test_truncated_responses_are_masked_out_but_count_in_their_group():
     g = settings(mask_truncated=True)
     ended = [True, False, True, True, False, True]
-    batch = ScoredRollouts(rollouts_of(0, ended=ended), [], scores_of(MIXED), np.asarray(MIXED, np.float32).reshape(-1))
+    batch = ScoredRollouts(
+        rollouts_of(0, ended=ended), [], scores_of(MIXED), rewards=np.asarray(MIXED, np.float32).reshape(-1)
+    )
     kept = select_groups(batch, g)
     assert kept.loss_mask.tolist() == ended and kept.advantages.tolist() == [0.5, -0.5, -0.5, 0.5, 0.5, -0.5]
 
@@ -134,9 +138,11 @@ def test_length_costs_reward():
     g = settings(overlong_buffer=4, overlong_penalty=2.0)
 
     def generate(problems, first_id):
-        return with_rewards(rollouts_of(first_id, [1, 10, 6, 8, 3, 3]), problems, scores_of(EQUAL), g, LONGEST)
+        return with_rewards(
+            rollouts_of(first_id, [1, 10, 6, 8, 3, 3]), problems, scores_of(EQUAL), grpo=g, longest=LONGEST
+        )
 
-    (batch,) = sample_rounds(generate, [], list, g, 0)
+    (batch,) = sample_rounds(generate, [], list, grpo=g, step=0)
     np.testing.assert_allclose(batch.rewards, [1, -1, 0, -1, 1, 1])
     # What is reported is what was earned.
     assert batch.scores.total.tolist() == [1, 1, 0, 0, 1, 1]
@@ -170,5 +176,5 @@ def test_rollouts_of_several_calls_are_those_of_one():
 
 @pytest.mark.parametrize("rewards", [np.full((P, G), 0.1, np.float32), np.zeros((P, G), np.float32)])
 def test_equal_is_exact(rewards):
-    generated = ScoredRollouts(rollouts_of(0), [], scores_of(rewards), rewards.reshape(-1))
+    generated = ScoredRollouts(rollouts_of(0), [], scores_of(rewards), rewards=rewards.reshape(-1))
     assert select_groups(generated, settings()).advantages.any() == 0

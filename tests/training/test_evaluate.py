@@ -21,9 +21,16 @@ def evaluation():
     """Two answers to each of three problems; the last one's reward failed."""
     rewards = np.array([1, 0, 1, 1, 0, 0], np.float32)
     scores = Scores(
-        rewards, {"math": rewards}, rewards > 0, {"timeout": 1}, ["1", "2", "2", "2", "4", None], "timeout: [/x]"
+        rewards,
+        {"math": rewards},
+        rewards > 0,
+        failures={"timeout": 1},
+        extracted=["1", "2", "2", "2", "4", None],
+        first_failure="timeout: [/x]",
     )
-    return Evaluation([problem for problems in SETS.values() for problem in problems], 2, scores, rollouts_of(0))
+    return Evaluation(
+        [problem for problems in SETS.values() for problem in problems], 2, scores, rollouts=rollouts_of(0)
+    )
 
 
 def test_every_set_has_its_numbers(evaluation):

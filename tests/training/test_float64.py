@@ -56,11 +56,11 @@ def batch_of(packing=None):
 
 def gradient(name, learner, batch, trained=None, frozen=None, size=None):
     """(gradient of the mean loss, what it is a mean over)."""
-    step = make_policy_step(learner, OBJECTIVES[name], recorder(), partition_of("one"))
+    step = make_policy_step(learner, OBJECTIVES[name], recorder(), partition=partition_of("one"))
     # Copied, since the step donates it.
     trained = jax.tree.map(jnp.array, wide(initial_params()) if trained is None else trained)
     nothing = jax.tree.map(jnp.zeros_like, trained)
-    state = TrainState(jnp.zeros((), jnp.int32), trained, nothing, frozen)
+    state = TrainState(jnp.zeros((), jnp.int32), trained, nothing, frozen=frozen)
     state, metrics, _ = update_policy(step, state, *batch, size)
     return jax.device_get((state.opt_state, metrics.terms.loss.count))
 

@@ -250,7 +250,7 @@ def test_behaviour_logprobs_are_the_learners(whole, toy):
     workdir, rows = whole
     found = samples(workdir, 1)
     prompts = [toy.rollout.tokenizer.encode(sample["prompt"]) for sample in found]
-    batch = make_rows(prompts, [sample["tokens"] for sample in found], toy.rollout.config.limits.cache_length, 0)
+    batch = make_rows(prompts, [sample["tokens"] for sample in found], toy.rollout.config.limits.cache_length, pad_id=0)
     learner = score(toy.learner, initial_params(toy.learner), batch)[batch.mask]
     behaviour = np.concatenate([sample["logprobs"] for sample in found])
     # Float32 sums in another order, over 64 and 128 terms in two layers.

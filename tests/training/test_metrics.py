@@ -23,9 +23,9 @@ def test_acceptance_counts_what_was_committed():
         reverified=np.array([2, 1], np.int32),  # verified apart
         # Two programs of one length count together.
         chunks=[
-            DecodeChunk(2, 3, 1.0, 2, 4, 0.0, 5.0),
-            DecodeChunk(2, 0, 1.0, 1, 2, 0.0, 5.0),
-            DecodeChunk(1, 3, 1.0, 1, 1, 0.0, 5.0),
+            DecodeChunk(2, 3, 1.0, iterations=2, verifications=4, switch_seconds=0.0, live=5.0),
+            DecodeChunk(2, 0, 1.0, iterations=1, verifications=2, switch_seconds=0.0, live=5.0),
+            DecodeChunk(1, 3, 1.0, iterations=1, verifications=1, switch_seconds=0.0, live=5.0),
         ],
     )
     assert speculation_metrics(rollouts) == pytest.approx(
@@ -69,7 +69,9 @@ def test_probabilities_that_do_not_vary_correlate_with_nothing():
 
 def test_faults_of_a_reward_are_counted_by_cause():
     values = np.array([1.0, 0.0, 0.5], np.float32)
-    scores = Scores(values * 2, {"a": values, "b": values}, values > 0, {"timeout": 2, "died": 0}, [None] * 3)
+    scores = Scores(
+        values * 2, {"a": values, "b": values}, values > 0, failures={"timeout": 2, "died": 0}, extracted=[None] * 3
+    )
     row = reward_metrics(scores._replace(parts={"steps": np.array([2, np.nan, 3], np.float32)}), 0.25)
     assert row == {
         "reward/part/steps": 2.5,
@@ -93,5 +95,7 @@ def test_a_stopped_speedup_measurement_keeps_the_rounds_it_has():
     # Two generations of warm-up, and two of each round.
     for looks, rounds in ((0, 0), (3, 0), (5, 1), (100, 5)):
         on_progress = raise_once_set(StopAfter(looks, by="on_progress"))
-        ratios = measure_speedup(Engine(), Engine(), None, Workload([[1]], 1, 0), 5, on_progress=on_progress)
+        ratios = measure_speedup(
+            Engine(), Engine(), None, work=Workload([[1]], 1, 0), rounds=5, on_progress=on_progress
+        )
         assert len(ratios) == rounds

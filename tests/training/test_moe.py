@@ -24,8 +24,8 @@ NANO = qwen3.preset("nano_moe")
 def recorded_gradient(partition):
     """Of one policy step, and its metrics."""
     params = jax.device_put(random_params(NANO), partition.shardings(qwen3.param_specs(NANO)))
-    learner = PolicyForward(NANO, jnp.dtype("float32"), True, 0, 1.0)
-    step = make_policy_step(learner, WITH_KL, recorder(), partition)
+    learner = PolicyForward(NANO, jnp.dtype("float32"), True, vocab_tile=0, temperature=1.0)
+    step = make_policy_step(learner, WITH_KL, recorder(), partition=partition)
     state = TrainState(jnp.zeros((), jnp.int32), params, jax.tree.map(jnp.zeros_like, params))
     state, metrics, _ = update_policy(step, state, *batch())
     return jax.device_get((state.opt_state, metrics))

@@ -102,7 +102,7 @@ def test_a_run_stopped_and_resumed_ends_like_the_whole_one(everything, whole, tm
 def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
     setup = with_config(everything, export={"output": str(tmp_path), "dtype": "float32"})
     folder, _ = export(setup.learner, str(whole[0]))
-    written = hf.load_params(folder, setup.learner.plan.model, setup.learner.plan.learner_partition, jnp.float32)
+    written = hf.load_params(folder, setup.learner.plan.model, setup.learner.plan.learner_partition, dtype=jnp.float32)
     state, _ = saved(everything, whole[0], STEPS)
     weights, _ = prepare(
         setup.learner, setup.rollout, state.replace(policy=state.policy.replace(frozen=initial_params(setup.learner)))

@@ -21,8 +21,8 @@ from tests.helpers.training import lower_case, make_run, samples, saved, train
 
 LONGEST = 5
 # Top-p sums over the vocabulary as well: what it keeps must not hang on the order of that sum.
-SAMPLING = Sampling(2.0, 0, 0.95, "coupled")
-LIMITS = EngineConfig(12, 8, 16, 8, width=LONGEST + 1)
+SAMPLING = Sampling(2.0, 0, 0.95, rule="coupled")
+LIMITS = EngineConfig(12, 8, 16, chunk=8, width=LONGEST + 1)
 
 
 def generate(kind, k, programs, lengths=None, preset="nano_deep"):

@@ -37,12 +37,14 @@ def test_operations_are_those_that_the_compiler_counts():
     specs = qwen3.param_specs(c)
     # Layers one by one: the compiler counts the body of a scan once.
     params = abstract_params(qwen3.inference_specs(c), jnp.float32, partition.shardings(qwen3.inference_specs(c)))
-    shape = kv.PageShape(B * T // 8, 8, jnp.dtype(jnp.float32), jax.default_backend())
-    cache = jax.eval_shape(lambda: kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape))
+    shape = kv.PageShape(B * T // 8, 8, jnp.dtype(jnp.float32), platform=jax.default_backend())
+    cache = jax.eval_shape(lambda: kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape=shape))
     tokens, rows = (jax.ShapeDtypeStruct((B, width), jnp.int32) for width in (T, T // 8))
 
     def decode(params, tokens, positions, cache, table):
-        return qwen3.forward(params, c, qwen3.Inputs(tokens, positions), partition, cache=cache, table=table).logits
+        return qwen3.forward(
+            params, c, qwen3.Inputs(tokens, positions), partition=partition, cache=cache, table=table
+        ).logits
 
     compiled = jax.jit(decode).lower(params, tokens, tokens, cache, kv.Table(rows, rows)).compile()
     # Every query reads all T keys of its row's pages there, masked or not; the rest is element by element.

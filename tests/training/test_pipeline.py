@@ -41,7 +41,7 @@ class Recorder:
             raise ValueError("the engine broke")
         self.used[step] = policy
         self.ahead.append(step - self.learning)
-        return RolloutBatch([], {"next": step}, {"generate": 0.0}, [NOTHING_LEFT])
+        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NOTHING_LEFT])
 
 
 def no_problems():
@@ -186,7 +186,7 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
 
     def generate(log, step, problems, policy, newer):
         log.append(("generate", step, policy))
-        return RolloutBatch([], {"next": step}, {"generate": 0.0}, [NOTHING_LEFT])
+        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NOTHING_LEFT])
 
     def learn(log, made, devices, pauses):
         for step in range(1, LAST + 1):
@@ -217,7 +217,7 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
 
 
 def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
-    ahead = Ahead([RolloutBatch([], {}, {}, [])], [NOTHING_LEFT])
+    ahead = Ahead([RolloutBatch([], {}, {}, left=[])], [NOTHING_LEFT])
     host = with_rollouts(HostState({}, {}), ahead)
     found = without_rollouts(host)[0]
     assert found.batches == ahead.batches and [left.problems for left in found.left] == [[]]

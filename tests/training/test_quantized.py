@@ -20,7 +20,7 @@ from tests.helpers.rewards import FunctionScorer
 from tests.helpers.rollouts import assert_positions_add_up, engine_and_weights, policy, prompts
 from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
 
-SAMPLING, LIMITS = Sampling(1.0, rule="coupled"), EngineConfig(12, 8, 16, 8, width=4)
+SAMPLING, LIMITS = Sampling(1.0, rule="coupled"), EngineConfig(12, 8, 16, chunk=8, width=4)
 # In the training layout [L, ...]: the axes that a matmul sums over.
 SUMMED = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2), "gate": (-2,), "up": (-2,), "down": (-2,)}
 # nats per token, of random weights of two or seven layers: about three times what was measured.
@@ -45,7 +45,7 @@ def rounded(params, kind):
     def numbers(name, w):
         if name not in SUMMED:
             return w
-        q = quantize(w, SUMMED[name], kind, jnp.float32)
+        q = quantize(w, SUMMED[name], kind, dtype=jnp.float32)
         return q.values.astype(jnp.float32) * q.scale
 
     return params | {"layers": {name: numbers(name, w) for name, w in params["layers"].items()}}

@@ -2,12 +2,15 @@
 
 import importlib
 
+import jax
 import pytest
 
 from specrl_jax.config import from_config_dict
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import without_files
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import make_rollout
 from specrl_jax.training.plan import make_plan
 
 pytestmark = pytest.mark.slow
@@ -46,3 +49,19 @@ def test_its_steps_are_built(name):
     assert len(phases) == 4
     for phase in phases:
         phase.lower()
+
+
+@pytest.mark.parametrize("name", ["demo", "mine", *MESHES])
+def test_a_first_call_waits_for_four_programs_at_most(name):
+    """Of the demo and of configs/mine.py, and of those above on eight devices; with whatever draft length it begins."""
+    config = importlib.import_module(f"configs.{name}").get_config(*(["smoke"] if name == "mine" else []))
+    if name == "mine":  # what a run would choose
+        config.draft.kind, config.grpo.microbatch_tokens = "eagle3", 0
+    fsdp, expert, tensor = MESHES.get(name, (1, 1, 1))
+    sizes = {"data": 1, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    mesh = make_mesh(sizes, jax.devices()[: fsdp * expert * tensor])
+    plan = make_plan(without_files(from_config_dict(config)), mesh, memory=MEMORY)
+    compiled = make_rollout(plan, tokenizer=CharTokenizer()).engine.compiled
+    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
+    for k in compiled.lengths:
+        assert 3 <= len(compiled.first(rollouts, k)) <= 4

@@ -57,7 +57,7 @@ def learner(**changes):
 def rows_at(step):
     """Four rows whose tokens name the step and the row."""
     tokens = 10 * step + np.arange(4, dtype=np.int32)[:, None] + np.zeros((4, 6), np.int32)
-    return rows_of(tokens, np.full(4, 2), np.full(4, 6), 0)
+    return rows_of(tokens, np.full(4, 2), np.full(4, 6), pad_id=0)
 
 
 def state(policy="policy"):

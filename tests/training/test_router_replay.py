@@ -207,7 +207,7 @@ def test_every_token_has_its_experts_wherever_it_is_packed():
 
 
 def forward_of(dtype="float32", **more):
-    return PolicyForward(NANO, jnp.dtype(dtype), "full", 0, 0, 1.0, **more)
+    return PolicyForward(NANO, jnp.dtype(dtype), "full", vocab_tile=0, temperature=1.0, **more)
 
 
 MANY = (("num_slots", 32), ("max_response_tokens", 24), ("new_prompts", 0))
@@ -255,12 +255,12 @@ def own_policy():
 def gradient_of(experts, partition, forward=None):
     """The gradient of one policy step over the rows of tests/learner, and its metrics."""
     forward = forward or forward_of()
-    step, params = make_policy_step(forward, WITH_KL, recorder(), partition), own_policy()
+    step, params = make_policy_step(forward, WITH_KL, recorder(), partition=partition), own_policy()
     trained, frozen = params, None
     if forward.lora:
         trained, frozen = init_adapters(jax.random.key(0), forward.trained_specs), params
         trained = jax.tree.map(lambda x: x + 0.1, trained)
-    state = TrainState(jnp.zeros((), jnp.int32), trained, jax.tree.map(jnp.zeros_like, trained), frozen)
+    state = TrainState(jnp.zeros((), jnp.int32), trained, jax.tree.map(jnp.zeros_like, trained), frozen=frozen)
     rows, inputs = batch()
     state, metrics, outputs = update_policy(step, state, dataclasses.replace(rows, experts=experts), inputs)
     return jax.device_get((state.opt_state, metrics, outputs.logprobs))
@@ -312,7 +312,7 @@ def test_shares_of_replayed_experts_are_those_of_the_router():
     x, router = jnp.ones((1, 3, 1)), jnp.asarray(np.log(p)[None], jnp.float32)
     replayed = jnp.array([[[1, 3], [0, 0], [4, 2]]], jnp.uint8)  # the second token has no record
     for renormalise in (False, True):
-        found = moe.route(x, router, 2, renormalise, learner_partition(), replayed)
+        found = moe.route(x, router, 2, renormalise=renormalise, partition=learner_partition(), replayed=replayed)
         np.testing.assert_array_equal(found.chosen, [[[0, 2], [1, 3], [3, 1]]])
         share = p[np.asarray(found.chosen)]
         np.testing.assert_allclose(
@@ -387,6 +387,6 @@ def test_one_engine_records_and_a_dry_run_counts_it(run):
     phases = {phase.name: phase for phase in find_phases(plan)}
     for name in ("generate: experts to the host", "comparison of experts", "train policy"):
         phases[name].lower()
-    without = page_bytes(plan.model, None, config.rollout, plan.rollout_partition)
+    without = page_bytes(plan.model, None, config.rollout, partition=plan.rollout_partition)
     # A byte for each of two experts in two layers.
     assert plan.page_bytes - without == plan.limits.page_tokens * 4

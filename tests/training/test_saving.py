@@ -1,5 +1,7 @@
 """A step that is not good is not saved, and what a run then says is true."""
 
+import functools
+
 import jax.numpy as jnp
 import pytest
 
@@ -22,7 +24,8 @@ def run(tmp_path):
         due = DueSaves(checkpoints, every=2, last=6, say=said.append)
         try:
             for step, state in enumerate(states, start=1):
-                save = lambda: save_good(checkpoints, step, state or GOOD, HostState({}, {}), state is None)  # noqa: B023, E731
+                host, kept = HostState({}, {}), state or GOOD
+                save = functools.partial(save_good, checkpoints, step, kept, host=host, skipping=state is None)
                 due.finish_step(step, save)
         finally:
             checkpoints.close()

@@ -197,9 +197,12 @@ def test_a_tripped_alarm_holds_the_controller_back():
     speculation.controller.initial_budget = 0.0
     for size in SIZES:
         for k in LENGTHS:
-            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, 50.0)
+            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, live=50.0)
     speculation.observe(rollouts_of(), DIAGNOSTICS)
-    speculation.lengths.observe(DecodeChunk(16, 3, 10.0, 10, 160, 0.0, 50.0), np.array([128, 80, 40]))
+    speculation.lengths.observe(
+        DecodeChunk(16, 3, 10.0, iterations=10, verifications=160, switch_seconds=0.0, live=50.0),
+        np.array([128, 80, 40]),
+    )
     assert k_of(speculation) == 3
     tripped(speculation)
     assert k_of(speculation) == 0
@@ -215,7 +218,7 @@ def test_other_engines_draft_while_the_run_does(path):
     assert speculation.lengths_for(None).choose(4, 4, 50.0).k == (3 if path else 0)
     for size in SIZES:
         for k in LENGTHS:
-            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, 50.0)
+            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, live=50.0)
     assert k_of(speculation) == 3 and speculation.lengths_for(None).choose(4, 4, 50.0).k == 3
     speculation.controller.predict([0.01, 0.0, 0.0])
     assert k_of(speculation) == 0 and speculation.lengths_for(None).choose(4, 4, 50.0).k == 0
@@ -260,7 +263,7 @@ def test_a_draft_learns_every_update_every_steps_where_the_run_lets_it():
 def test_everything_saved_comes_back():
     setup = setup_of(adaptive=True, groups=2)
     speculation = Speculation(*setup)
-    speculation.lengths.calibrate(16, 3, 0.5, 50.0)
+    speculation.lengths.calibrate(16, 3, 0.5, live=50.0)
     speculation.observe(rollouts_of(), DIAGNOSTICS)
     speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), DIAGNOSTICS)
     loaded = reloaded(setup, speculation)
@@ -298,7 +301,7 @@ def test_under_an_alarm_it_answers_all_that_an_engine_asks():
 def test_costs_of_other_shapes_are_not_taken_over():
     """Another num_slots: the alarm is still right, the table of seconds is not."""
     speculation = Speculation(*setup_of(adaptive=True))
-    speculation.lengths.calibrate(16, 3, 0.5, 50.0)
+    speculation.lengths.calibrate(16, 3, 0.5, live=50.0)
     tripped(speculation)
     other = reloaded(setup_of(adaptive=True, sizes=(32, 8)), speculation)
     assert other.controller.sizes == (32, 8) and other.controller.unmeasured(32) == list(LENGTHS)

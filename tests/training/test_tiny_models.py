@@ -55,7 +55,9 @@ def weights(run):
 
 
 def test_the_base_solves_few_problems_and_greedily_fewer(run, weights, carried):
-    found = evaluate(run.rollout, run.rollout.greedy_engine, weights, run.problems.evaluation, 1, run.scorer)
+    found = evaluate(
+        run.rollout, run.rollout.greedy_engine, weights, problems=run.problems.evaluation, samples=1, scorer=run.scorer
+    )
     # The noise is fixed, so these are two fixed numbers; the bounds are what the base was made for.
     assert 0.2 < found.accuracy < 0.5
     assert found.greedy_accuracy < carried.greedy

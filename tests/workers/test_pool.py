@@ -53,7 +53,7 @@ PROMPTS = [[1], [2, 3], [4], [5], [6]]
 
 
 def weights(checksum=7):
-    return Weights({"w": jnp.ones(3)}, {}, None, jnp.uint32(checksum))
+    return Weights({"w": jnp.ones(3)}, {}, None, checksum=jnp.uint32(checksum))
 
 
 def asks(count):
@@ -104,15 +104,15 @@ def never(done, total):
 
 def test_every_part_is_done_once_and_weights_are_sent_once(pool):
     seen = [worker(pool, name, nothing) for name in ("a", "b")]
-    assert len(pool.run(weights(), asks(5), 5, never)) == 5
-    assert len(pool.run(weights(), asks(5), 5, never)) == 5
+    assert len(pool.run(weights(), asks(5), 5, on_wait=never)) == 5
+    assert len(pool.run(weights(), asks(5), 5, on_wait=never)) == 5
     found = [ask for one in seen for ask in one]
     assert sorted(ask.prompts[0] for ask in found) == sorted(2 * PROMPTS)
     for one in seen:
         assert all(not ask.weights for ask in one[1:]) and (
             not one or [leaf.shape for leaf in one[0].weights[0].leaves] == [[3], []]
         )
-    pool.run(weights(8), asks(5), 5, never)
+    pool.run(weights(8), asks(5), 5, on_wait=never)
     assert sum(bool(ask.weights) for one in seen for ask in one) >= 3
     assert pool.metrics() == {"rollout/workers": 2, "rollout/worker_devices": 4, "time/weights": 0.25}
 
@@ -127,7 +127,7 @@ def test_what_a_lost_worker_had_others_do(pool):
 
     lost = worker(pool, "lost", leave)
     answers = []
-    call = threading.Thread(target=lambda: answers.extend(pool.run(weights(), asks(4), 4, never)))
+    call = threading.Thread(target=lambda: answers.extend(pool.run(weights(), asks(4), 4, on_wait=never)))
     call.start()
     assert began.wait(10)
     kept = worker(pool, "kept", nothing)
@@ -144,7 +144,7 @@ def test_rollouts_that_end_every_worker_end_the_run(pool):
 
     seen = [worker(pool, name, leave) for name in ("a", "b", "c", "d")]
     with pytest.raises(WorkersFailed, match="3 rollout workers left with the same rollouts"):
-        pool.run(weights(), asks(1), 1, never)
+        pool.run(weights(), asks(1), 1, on_wait=never)
     assert sum(map(len, seen)) == 3
 
 
@@ -167,14 +167,14 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
             if slow:
                 assert connection.poll(10) and receive(connection, Ask).engine == ENOUGH
             drawn = {int(i): np.array([i, i], np.int32) for i in ask.later.ids}
-            send(connection, Answer(None, 0.0, "", pack_texts(drawn, ask.later.ids), not slow))
+            send(connection, Answer(None, 0.0, "", texts=pack_texts(drawn, ask.later.ids), finished=not slow))
             assert not receive(connection, Ask).prompts  # of the next call
 
     enough = threading.Event()
     for name in ("slow", "fast"):
         threading.Thread(target=work, args=(name,), daemon=True).start()
     pool._wait(lambda: len(pool._workers) == 2, never, lambda: (0, 0))
-    call = in_thread(lambda: engine.begin(weights(), lookahead, 2, 5, enough.is_set))
+    call = in_thread(lambda: engine.begin(weights(), lookahead, 2, seed=5, until=enough.is_set))
     began.wait(10)
     enough.set()
     assert call() is False
@@ -183,7 +183,7 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     assert parts == [([10, 11, 14, 15, 18, 19], {11: texts[11], 14: texts[14]}), ([12, 13, 16, 17], {17: texts[17]})]
     assert all((ask.samples, ask.seed, ask.drafts, ask.prompts) == (2, 5, 3, []) for ask in asked.values())
     assert {i: text.tolist() for i, text in lookahead.texts.items()} == {i: [i, i] for i in range(10, 20)}
-    assert engine.begin(weights(), lookahead, 2, 5, lambda: True) is False
+    assert engine.begin(weights(), lookahead, 2, seed=5, until=lambda: True) is False
     assert len(lookahead.texts) == 10 and len(asked) == 2
 
 
@@ -202,13 +202,13 @@ def test_a_worker_that_hears_too_late_that_it_is_enough_goes_on():
 def test_a_failure_of_a_worker_ends_the_run(pool):
     worker(pool, "w", lambda ask: Answer(None, 0.0, "ValueError: no room"))
     with pytest.raises(WorkersFailed, match="rollout worker w: ValueError: no room"):
-        pool.run(weights(), asks(2), 2, never)
+        pool.run(weights(), asks(2), 2, on_wait=never)
 
 
 def test_a_run_without_workers_ends_after_a_while(pool):
     start = time.monotonic()
     with pytest.raises(WorkersFailed, match=r"no rollout worker for 1 s; start some with --config\.task=rollout"):
-        pool.run(weights(), asks(1), 1, never)
+        pool.run(weights(), asks(1), 1, on_wait=never)
     assert time.monotonic() - start < 10
 
 
@@ -217,9 +217,9 @@ def test_a_signal_ends_a_call_and_drops_its_parts(pool):
         raise Stopped
 
     with pytest.raises(Stopped):
-        pool.run(weights(), asks(3), 3, stopped)
+        pool.run(weights(), asks(3), 3, on_wait=stopped)
     seen = worker(pool, "late", nothing)
-    assert len(pool.run(weights(), asks(1), 1, never)) == 1
+    assert len(pool.run(weights(), asks(1), 1, on_wait=never)) == 1
     assert [ask.prompts for ask in seen] == [[[1]]]
 
 
@@ -266,11 +266,11 @@ def test_weights_arrive_whole_on_other_devices(sizes, copies):
 
     def shardings(mesh, **specs):
         known = {name: NamedSharding(mesh, specs.get(name, PartitionSpec())) for name in values}
-        return Weights(known, {}, None, NamedSharding(mesh, PartitionSpec()))
+        return Weights(known, {}, None, checksum=NamedSharding(mesh, PartitionSpec()))
 
     kept = shardings(theirs, split=PartitionSpec(None, "tensor"))
     made = jax.device_put(
-        Weights(values, {}, None, np.uint32(5)), shardings(ours, split=PartitionSpec("fsdp", "tensor"))
+        Weights(values, {}, None, checksum=np.uint32(5)), shardings(ours, split=PartitionSpec("fsdp", "tensor"))
     )
     server = transfer.start_server("127.0.0.1")
     found = transfer.fetch(server.connect, [transfer.offer(server, made)], kept)
@@ -289,7 +289,8 @@ def test_two_processes_offer_their_parts(axis, monkeypatch):
     split = NamedSharding(make_mesh({axis: 2, "tensor": 2}, devices[:4]), PartitionSpec("fsdp", "tensor"))
     whole = NamedSharding(split.mesh, PartitionSpec())
     made = jax.device_put(
-        Weights(values, {}, None, np.uint32(5)), Weights(dict.fromkeys(values, split), {}, None, whole)
+        Weights(values, {}, None, checksum=np.uint32(5)),
+        Weights(dict.fromkeys(values, split), {}, None, checksum=whole),
     )
     offers = []
     monkeypatch.setattr(transfer, "_process_of", lambda device: device.id // 2)
@@ -298,7 +299,7 @@ def test_two_processes_offer_their_parts(axis, monkeypatch):
         offers.append(transfer.offer(server, made))
     counts = [[len(leaf.parts) for leaf in offer.leaves] for offer in offers]
     assert counts == ([[2, 2, 2, 0], [2, 2, 2, 1]] if axis == "fsdp" else [[1, 1, 1, 0], [1, 1, 1, 1]])
-    shardings = Weights(dict.fromkeys(values, kept), {}, None, NamedSharding(kept.mesh, PartitionSpec()))
+    shardings = Weights(dict.fromkeys(values, kept), {}, None, checksum=NamedSharding(kept.mesh, PartitionSpec()))
     found = transfer.fetch(server.connect, offers, shardings)
     for name, x in values.items():
         np.testing.assert_array_equal(found.policy[name], x)
@@ -309,16 +310,16 @@ def test_weights_that_do_not_come_end_the_worker(monkeypatch):
     server, looked = transfer.start_server("127.0.0.1"), []
     offered = transfer.offer(server, weights())._replace(number=1)  # which nobody has
     sharding = NamedSharding(make_mesh({"data": 1}, jax.devices()[:1]), PartitionSpec())
-    kept = Weights({"w": sharding}, {}, None, sharding)
+    kept = Weights({"w": sharding}, {}, None, checksum=sharding)
     with pytest.raises(RunFailed, match=r"no weights within 0\.2 s: the transfer ports"):
-        transfer.fetch(server.connect, [offered], kept, lambda: looked.append(1))
+        transfer.fetch(server.connect, [offered], kept, on_wait=lambda: looked.append(1))
     assert looked
 
 
 @pytest.mark.parametrize(("samples", "each"), [(3, 3), (2, 3)])
 def test_ids_are_those_of_an_engine(samples, each):
     """Greedy rollouts, one behind the samples of each prompt, are numbered after all samples."""
-    found = rollout_ids(10, 2, samples, each)
+    found = rollout_ids(10, 2, samples, each=each)
     assert found.tolist() == ([10, 11, 12, 13, 14, 15] if each == samples else [10, 11, 14, 12, 13, 15])
 
 
@@ -330,7 +331,7 @@ def test_the_draft_length_of_a_worker():
 def test_an_idle_pool_holds_no_weights(pool):
     seen, made = worker(pool, "w", nothing), weights()
     alive = weakref.ref(made.policy["w"])
-    pool.run(made, asks(2), 2, never)
+    pool.run(made, asks(2), 2, on_wait=never)
     del made
     gc.collect()
     assert len(seen) == 2 and alive() is None

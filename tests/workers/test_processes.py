@@ -54,7 +54,7 @@ def pair():
 
 
 def weights(value):
-    return Weights({"w": jnp.full(3, float(value))}, {}, None, jnp.uint32(value))
+    return Weights({"w": jnp.full(3, float(value))}, {}, None, checksum=jnp.uint32(value))
 
 
 def never(done, total):
@@ -92,20 +92,20 @@ def test_the_others_offer_their_weights_in_a_call_and_get_its_rollouts(pair):
 
     def work(pool, on_wait, others):
         asked = in_thread(others)  # the other process has not begun yet
-        received.append(in_thread(lambda: other.rollouts(weights(1), None, hears, wait)))
+        received.append(in_thread(lambda: other.rollouts(weights(1), None, hears, on_progress=wait)))
         (offer,) = asked()
         assert [leaf.shape for leaf in offer.leaves] == [[3], []]
         on_wait(1, 2)
         late.append(others)
         return drawn
 
-    assert first.rollouts(weights(1), work, agree, never) is drawn
+    assert first.rollouts(weights(1), work, agree, on_progress=never) is drawn
     found = received[0]()
     assert isinstance(found, Rollouts) and waited == [(1, 2)]
     np.testing.assert_array_equal(found.tokens, drawn.tokens)
     assert late[0]() is None, "the call has ended"
-    waiting = in_thread(lambda: other.together(weights(2), None, hears, never))
-    assert first.together(weights(2), lambda pool, on_wait, others: late[0](), agree, never) is None, (
+    waiting = in_thread(lambda: other.together(weights(2), None, hears, on_progress=never))
+    assert first.together(weights(2), lambda pool, on_wait, others: late[0](), agree, on_progress=never) is None, (
         "another one is under way"
     )
     waiting()
@@ -117,9 +117,9 @@ def test_a_failure_of_the_workers_ends_the_call_in_all(pair):
     def work(pool, on_wait, others):
         raise WorkersFailed("no room")
 
-    waiting = in_thread(lambda: other.together(weights(1), None, hears, never))
+    waiting = in_thread(lambda: other.together(weights(1), None, hears, on_progress=never))
     with pytest.raises(WorkersFailed, match="no room"):
-        first.together(weights(1), work, agree, never)
+        first.together(weights(1), work, agree, on_progress=never)
     with pytest.raises(WorkersFailed, match="the first process says why"):
         waiting()
 
@@ -130,9 +130,9 @@ def test_a_stop_ends_the_call_in_all(pair):
     def stopped(done, total):
         raise Stopped
 
-    waiting = in_thread(lambda: other.together(weights(1), None, hears, stopped))
+    waiting = in_thread(lambda: other.together(weights(1), None, hears, on_progress=stopped))
     with pytest.raises(Stopped):
-        first.together(weights(1), lambda pool, on_wait, others: on_wait(0, 2), agree, stopped)
+        first.together(weights(1), lambda pool, on_wait, others: on_wait(0, 2), agree, on_progress=stopped)
     with pytest.raises(Stopped):
         waiting()
 
@@ -142,6 +142,6 @@ def test_a_process_that_left_is_seen_where_rollouts_are_given(pair, monkeypatch)
     monkeypatch.setattr(processes.distributed, "has_left", lambda error: RuntimeError("left"))
     first._connections[0].close()
     with pytest.raises(RuntimeError, match="left"):
-        first.rollouts(weights(1), lambda *_: rollouts_of(0), agree, never)
+        first.rollouts(weights(1), lambda *_: rollouts_of(0), agree, on_progress=never)
     with pytest.raises(RuntimeError, match="left"):
-        other.rollouts(weights(1), None, hears, never)
+        other.rollouts(weights(1), None, hears, on_progress=never)

@@ -51,7 +51,9 @@ def main(whole: pathlib.Path, workdirs: list[pathlib.Path]) -> None:
             output, error, different = io.StringIO(), "", None
             try:
                 with contextlib.redirect_stdout(output):
-                    for _ in training_steps(learner, rollout, problems, scorer, str(workdir), threading.Event()):
+                    for _ in training_steps(
+                        learner, rollout, problems, scorer=scorer, workdir=str(workdir), stop=threading.Event()
+                    ):
                         pass
                 different = differences(expected, finished(workdir, config.steps, abstract))[:3]
             except (InputError, RunFailed) as problem:

@@ -163,7 +163,7 @@ def _from_anchor(raw: ConfigJson, file: BlockFile, name: str) -> bool:
     return raw.get("speculators_model_type") == "dspark" if said is None else said
 
 
-def load_params(folder: str, config: BlockConfig, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
+def load_params(folder: str, config: BlockConfig, partition: Partitioner, *, dtype: jnp.dtype | None = None) -> Params:
     """Read parameters in the training layout; dtype None = each tensor's own. Raises InputError as `load_config`."""
     return TensorFolder(folder, "draft.path").load(param_specs(config), partition, dtype)
 
@@ -177,6 +177,7 @@ def save(
     folder: str,
     params: Params,
     vocab_map: np.ndarray | None,
+    *,
     config: BlockConfig,
     target: Qwen3Config,
     dtype: str,

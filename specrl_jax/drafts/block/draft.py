@@ -1,6 +1,7 @@
 """Draft a block of tokens in one pass over the policy's features, with or without a Markov head."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,9 @@ def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMeth
         if vocab_size not in (0, config.draft_vocab):
             raise InputError(f"draft.vocab_size={vocab_size}, the drafter {path} has {config.draft_vocab}; leave 0")
     else:
-        config = network.block_config(target, options.slots, options.layers, vocab_size or target.vocab, markov)
+        config = network.block_config(
+            target, options.slots, options.layers, draft_vocab=vocab_size or target.vocab, markov=markov
+        )
     draft = BlockDraft(config, _dialect(options, config))
     return DraftMethod(draft.drafter, draft)
 
@@ -106,20 +109,20 @@ class BlockDraft:
         return network.inference_params(params, dtype)
 
     def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
-        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape)
+        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape=shape)
 
     def cache_axes(self) -> kv.KVCache:
         return (stand_in(kv.PAGE_AXES),) * self.config.layers
 
     def update_cache(
-        self, params: Params, cache: kv.KVCache, paging: kv.Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: kv.KVCache, paging: kv.Paging, *, out: Output, partition: Partitioner
     ) -> kv.KVCache:
         assert out.aux is not None, "the forward was asked for aux_layers"
         c, angles = network.context(params, self.config, out.aux), self.config.angles(paging.positions)
         written = []
         for pages, w in zip(cache, branches(params, "layers"), strict=True):
-            k, v = network.keys_values(w, self.config, c, angles)
-            written.append(kv.write(pages, k, v, paging, partition))
+            k, v = network.keys_values(w, self.config, c, angles=angles)
+            written.append(kv.write(pages, k, v, paging=paging, partition=partition))
         return tuple(written)
 
     def drafter(self, config: DrafterConfig) -> Drafter:
@@ -128,8 +131,17 @@ class BlockDraft:
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         rows, aux, tables = inputs.rows, inputs.aux, inputs.tables
         assert aux is not None, "the forward was asked for aux_layers"
-        text = (tables.embed, rows.tokens, rows.positions, rows.segments)
-        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps, inputs.anchors)
+        outputs = network.unrolled(
+            params,
+            self.config,
+            aux.astype(inputs.dtype),
+            embed=tables.embed,
+            tokens=rows.tokens,
+            positions=rows.positions,
+            segments=rows.segments,
+            steps=inputs.steps,
+            anchors=inputs.anchors,
+        )
         lm_head = params["unembed"] if self.has_vocab_map else tables.lm_head
         if self.config.markov_rank:
             lm_head = jnp.concatenate([lm_head, params["markov_out"].astype(lm_head.dtype)], axis=1)
@@ -146,7 +158,7 @@ class BlockDraft:
         return {**params, **taken, **{name: jnp.zeros_like(params[name]) for name in zeros}}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
 
     def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
         if not self.has_vocab_map:
@@ -154,10 +166,54 @@ class BlockDraft:
         return checkpoint.load_vocab_map(folder, self.config) if folder else np.arange(self.vocab, dtype=np.int32)
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         ids = None if vocab_map is None else np.asarray(vocab_map)
-        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
+        checkpoint.save(
+            folder,
+            params,
+            ids,
+            config=self.config,
+            target=target,
+            dtype=dtype,
+            dialect=self.dialect,
+            verifier=target_path,
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "partition"))
+def drafted_layer(
+    x: jax.Array,
+    w: Params,
+    pages: jax.Array,
+    *,
+    angles: network.Angles,
+    paging: kv.Paging,
+    last: jax.Array,
+    config: network.BlockConfig,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply a layer to the slots x [B, Q, D] over its pages; return both. Jitted: all layers are traced once.
+
+    Args:
+      last: [B, Q], the position up to which a slot attends.
+    """
+    written = pages
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        nonlocal written
+        out, written = kv.attend_up_to(q, k, v, pages=pages, paging=paging, last=last, partition=partition)
+        return out
+
+    x = network.hidden_states([w], config, x, angles=angles, attends=[attend])
+    return x, written
 
 
 def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
@@ -176,21 +232,21 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         """Return what the lm_head reads [B, k, D] of the blocks behind anchor [B], and the cache."""
         x = params.policy["embed"][network.slot_tokens(c, anchor)].astype(config.dtype)
         positions = slots.length[:, None] - 1 + jnp.arange(c.slots)[None]
-        paging, written = slots.place(positions), list[jax.Array]()
         # No slot reads beyond the row's limit, where nothing is written.
         last = slots.place(jnp.broadcast_to(jnp.minimum(positions[:, -1:], slots.limit[:, None] - 1), positions.shape))
-
-        def attention(pages: jax.Array) -> network.AttendBlock:
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                out, new = kv.attend_up_to(q, k, v, pages, paging, last.positions, config.partition)
-                written.append(new)
-                return out
-
-            return attend
-
-        layers, angles = list(branches(params.draft, "layers")), c.angles(positions)
         x = config.partition.constrain(x, "batch", None, None)
-        x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in slots.cache.draft])
+        layer = functools.partial(
+            drafted_layer,
+            angles=c.angles(positions),
+            paging=slots.place(positions),
+            last=last.positions,
+            config=c,
+            partition=config.partition,
+        )
+        written = list[jax.Array]()
+        for w, pages in zip(branches(params.draft, "layers"), slots.cache.draft, strict=True):
+            x, new = layer(x, w, pages)
+            written.append(new)
         x = rms_norm(x, params.draft["final_norm"], c.norm_epsilon)
         return x[:, c.unused : c.unused + k], tuple(written)
 
@@ -205,7 +261,7 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
             latent = params.draft["markov_in"][anchor if token is None else token]
             return scores[:, i] + matmul("BR,VR->BV", latent, params.draft["markov_out"])
 
-        draft = draft_tokens(step, slots, seed, k, params.vocab_map, config)
+        draft = draft_tokens(step, slots, seed, k=k, vocab_map=params.vocab_map, config=config)
         if c.confidence:
             before = jnp.concatenate([anchor[:, None], draft.tokens[:, :-1]], axis=1)
             read = jnp.concatenate([hidden, params.draft["markov_in"][before]], axis=-1) if c.markov_rank else hidden

@@ -69,7 +69,7 @@ class BlockConfig(HeadConfig):
         return Qwen3Config(vocab=self.vocab, layers=self.layers, tied=True, **shared)
 
 
-def block_config(target: Qwen3Config, slots: int, layers: int, draft_vocab: int, markov: bool) -> BlockConfig:
+def block_config(target: Qwen3Config, slots: int, layers: int, *, draft_vocab: int, markov: bool) -> BlockConfig:
     """Return the sizes of a new drafter for a target. Raises InputError for a vocabulary larger than the target's."""
     if not 0 < draft_vocab <= target.vocab:
         raise InputError(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
@@ -106,27 +106,33 @@ def param_specs(config: BlockConfig) -> Specs:
     D, A, r = c.embed, len(c.aux_layers), c.markov_rank
 
     def norm(name: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, f"{name}.weight", "a -> a")
+        return ParamSpec((D,), ("embed",), 0, hf_name=f"{name}.weight", hf_layout="a -> a")
 
     def own_name(spec: ParamSpec) -> ParamSpec:
         return dataclasses.replace(spec, hf_name=spec.hf_name.removeprefix("model."))
 
     leaves = {
-        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, "fc.weight", "d (a e) -> a e d"),
+        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, hf_name="fc.weight", hf_layout="d (a e) -> a e d"),
         "hidden_norm": norm("hidden_norm"),
         "final_norm": norm("norm"),
     }
     if r:
-        leaves["markov_in"] = ParamSpec((c.vocab, r), ("vocab", None), r, "markov_head.markov_w1.weight", "v r -> v r")
+        leaves["markov_in"] = ParamSpec(
+            (c.vocab, r), ("vocab", None), r, hf_name="markov_head.markov_w1.weight", hf_layout="v r -> v r"
+        )
         leaves["markov_out"] = ParamSpec(
-            (c.draft_vocab, r), ("vocab", None), r, "markov_head.markov_w2.weight", "v r -> v r"
+            (c.draft_vocab, r), ("vocab", None), r, hf_name="markov_head.markov_w2.weight", hf_layout="v r -> v r"
         )
     if c.confidence:
         width, name = D + r, "confidence_head.proj"
-        leaves["confidence"] = ParamSpec((1, width), (None, None), width, f"{name}.weight", "o a -> o a")
-        leaves["confidence_bias"] = ParamSpec((1,), (None,), 0, f"{name}.bias", "o -> o")
+        leaves["confidence"] = ParamSpec(
+            (1, width), (None, None), width, hf_name=f"{name}.weight", hf_layout="o a -> o a"
+        )
+        leaves["confidence_bias"] = ParamSpec((1,), (None,), 0, hf_name=f"{name}.bias", hf_layout="o -> o")
     if c.draft_vocab < c.vocab:
-        leaves["unembed"] = ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d")
+        leaves["unembed"] = ParamSpec(
+            (c.draft_vocab, D), ("vocab", "embed"), D, hf_name="lm_head.weight", hf_layout="v d -> v d"
+        )
     return nested(leaves, layers=jax.tree.map(own_name, branch(qwen3.param_specs(c.block), "layers")))
 
 
@@ -134,9 +140,11 @@ def inference_specs(config: BlockConfig) -> Specs:
     """Return the inference layout: logical axes and shapes of `inference_params`' result."""
     width = len(config.aux_layers) * config.embed
     specs = {name: spec for name, spec in param_specs(config).items() if name not in ("layers", "unembed")}
-    specs["fc"] = ParamSpec((width, config.embed), (None, "embed"), 0, "", "")
+    specs["fc"] = ParamSpec((width, config.embed), (None, "embed"), 0, hf_name="", hf_layout="")
     if config.draft_vocab < config.vocab:
-        specs["to_logits"] = ParamSpec((config.embed, config.draft_vocab), ("embed", "vocab"), 0, "", "")
+        specs["to_logits"] = ParamSpec(
+            (config.embed, config.draft_vocab), ("embed", "vocab"), 0, hf_name="", hf_layout=""
+        )
     return nested(specs, layers=branches(qwen3.inference_specs(config.block), "layers"))
 
 
@@ -157,7 +165,7 @@ def context(params: Params, config: BlockConfig, features: jax.Array) -> jax.Arr
     return rms_norm(c, params["hidden_norm"], config.norm_epsilon)
 
 
-def keys_values(w: Params, config: BlockConfig, c: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
+def keys_values(w: Params, config: BlockConfig, c: jax.Array, *, angles: Angles) -> tuple[jax.Array, jax.Array]:
     """Return one layer's k and v [B, T, K, H] of `context`, from either layout of the layer's weights."""
     if "qkv" in w:
         both = einsum("BTD,DKPH->BTKPH", c, w["qkv"][:, :, config.block.queries_per_kv :])
@@ -174,11 +182,11 @@ def slot_tokens(config: BlockConfig, anchor: jax.Array) -> jax.Array:
 
 
 def hidden_states(
-    layers: list[Params], config: BlockConfig, x: jax.Array, angles: Angles, attends: list[AttendBlock]
+    layers: list[Params], config: BlockConfig, x: jax.Array, *, angles: Angles, attends: list[AttendBlock]
 ) -> jax.Array:
     """Apply the layers, each with its attention, to the slots x [B, Q, D]; return [B, Q, D] before the last norm."""
     for w, attend in zip(layers, attends, strict=True):
-        x, _ = qwen3.layer(x, w, config.block, angles, attend)
+        x, _ = qwen3.layer(x, w, config.block, angles=angles, attend=attend)
     return x
 
 
@@ -186,6 +194,7 @@ def unrolled(
     params: Params,
     config: BlockConfig,
     features: jax.Array,
+    *,
     embed: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
@@ -214,16 +223,16 @@ def unrolled(
     layers = [jax.tree.map(lambda w, i=i: w[i], branch(params, "layers")) for i in range(config.layers)]
 
     def attention(w: Params) -> AttendBlock:
-        k, v = keys_values(w, config, c, here)
+        k, v = keys_values(w, config, c, angles=here)
 
         def attend(q: jax.Array, own_k: jax.Array, own_v: jax.Array) -> jax.Array:
             q, own_k, own_v = (x.reshape(B, A, S, *x.shape[2:]) for x in (q, own_k, own_v))
-            return slot_attention(q, (own_k, own_v), (k, v), segments, anchors)
+            return slot_attention(q, (own_k, own_v), (k, v), segments=segments, anchors=anchors)
 
         return attend
 
     angles = config.angles(of_slots.reshape(B, A * S))
-    x = hidden_states(layers, config, x, angles, [attention(w) for w in layers])
+    x = hidden_states(layers, config, x, angles=angles, attends=[attention(w) for w in layers])
     x = rms_norm(x, params["final_norm"], config.norm_epsilon).reshape(B, A, S, D)[:, :, config.unused :][:, :, :steps]
     out = jnp.moveaxis(x, 2, 0)
     if not config.markov_rank:

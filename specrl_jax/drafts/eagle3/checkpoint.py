@@ -59,7 +59,7 @@ def load_config(folder: str, target: Qwen3Config) -> Eagle3Config:
     return head
 
 
-def load_params(folder: str, head: Eagle3Config, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
+def load_params(folder: str, head: Eagle3Config, partition: Partitioner, *, dtype: jnp.dtype | None = None) -> Params:
     """Read parameters in the training layout; dtype None = each tensor's own. Raises InputError as `load_config`."""
     source, name = _find(folder)
     return source.load(in_format(param_specs(head), FORMATS[name], source), partition, dtype)
@@ -104,7 +104,7 @@ def save(
         yield from hf_tensors(in_format(param_specs(head), FORMATS[dialect]), params, dtype)
         yield from vocab_tensors(vocab_map, target).items()
 
-    save_folder(folder, tensors(), formats.write_head(head, target, dtype, dialect, verifier))
+    save_folder(folder, tensors(), formats.write_head(head, target, dtype, name=dialect, verifier=verifier))
 
 
 _LAYER = "midlayer."  # in the names of `param_specs`
@@ -129,7 +129,7 @@ def _check_tensors(source: TensorFolder, found: Format, head: Eagle3Config, targ
             f"norms of queries or keys, and of {', '.join(formats.VARIANTS[1:3])} what its config.json declares"
         )
     if _EMBEDDING in names:
-        embedding = ParamSpec((target.vocab, target.embed), (None, None), 0, _EMBEDDING, "v d -> v d")
+        embedding = ParamSpec((target.vocab, target.embed), (None, None), 0, hf_name=_EMBEDDING, hf_layout="v d -> v d")
         source.check({"embed": embedding})
         if source.config().check(formats.HeadFile).embed_requires_grad:
             raise InputError(

@@ -63,30 +63,33 @@ class Eagle3Draft(RecurrentDraft):
         return network.inference_params(params, dtype)
 
     def update_cache(
-        self, params: Params, cache: DraftCache, paging: kv.Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
     ) -> DraftCache:
         # After `fc`: a third of the three features' size, and drafting needs it anyway.
         assert out.aux is not None, "the forward was asked for aux_layers"
         hidden = network.first_hidden(params, self.config, out.aux)
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition))
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition=partition))
 
     def layer(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend
     ) -> jax.Array:
-        return network.layer(params, self.config, hidden, embedded, angles, attend)
+        return network.layer(params, self.config, hidden, embedded=embedded, angles=angles, attend=attend)
 
     def write_pairs(
         self,
         params: Params,
         hidden: jax.Array,
         embedded: jax.Array,
+        *,
         pairs: kv.Paging,
         cache: DraftCache,
         partition: Partitioner,
     ) -> DraftCache:
         """Compute neither attention nor mlp."""
-        k, v = network.keys_values(params, self.config, hidden, embedded, self.config.angles(pairs.positions))
-        return cache._replace(pages=kv.write(cache.pages, k, v, pairs, partition))
+        k, v = network.keys_values(
+            params, self.config, hidden, embedded=embedded, angles=self.config.angles(pairs.positions)
+        )
+        return cache._replace(pages=kv.write(cache.pages, k, v, paging=pairs, partition=partition))
 
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return network.draft_logits(weights.draft, self.config, a)
@@ -95,7 +98,15 @@ class Eagle3Draft(RecurrentDraft):
         rows, aux = inputs.rows, inputs.aux
         assert aux is not None, "the forward was asked for aux_layers"
         embedded, aux = inputs.tables.embed[rows.tokens].astype(inputs.dtype), aux.astype(inputs.dtype)
-        outputs = network.unrolled(params, self.config, aux, embedded, inputs.steps, rows.positions, rows.segments)
+        outputs = network.unrolled(
+            params,
+            self.config,
+            aux,
+            embedded=embedded,
+            steps=inputs.steps,
+            positions=rows.positions,
+            segments=rows.segments,
+        )
         return outputs, params["unembed"]
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
@@ -103,7 +114,7 @@ class Eagle3Draft(RecurrentDraft):
         return {**params, "unembed": lm_head, "final_norm": target["final_norm"]}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
 
     def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray:
         if not folder:
@@ -111,7 +122,14 @@ class Eagle3Draft(RecurrentDraft):
         return checkpoint.load_vocab_map(folder, self.config, target)
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         ids = np.asarray(vocab_map)
         checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)

@@ -217,6 +217,7 @@ def write_head(
     head: Eagle3Config,
     target: Qwen3Config,
     dtype: str,
+    *,
     name: str,
     verifier: str,
     kind: str = "eagle3",

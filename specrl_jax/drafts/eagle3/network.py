@@ -92,18 +92,20 @@ def param_specs(config: Eagle3Config) -> Specs:
     D, H, A = c.embed, c.head_dim, len(c.aux_layers)
 
     def norm(name: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, f"{name}.weight", "a -> a")
+        return ParamSpec((D,), ("embed",), 0, hf_name=f"{name}.weight", hf_layout="a -> a")
 
     def heads(count: int, axis: str, name: str) -> ParamSpec:
         # The leading 2 is [embedding; hidden].
         shape, axes = (2, D, count, H), (None, "embed", axis, "head_dim")
-        return ParamSpec(shape, axes, 2 * D, f"midlayer.self_attn.{name}.weight", "(n h) (c d) -> c d n h")
+        return ParamSpec(
+            shape, axes, 2 * D, hf_name=f"midlayer.self_attn.{name}.weight", hf_layout="(n h) (c d) -> c d n h"
+        )
 
     def inward(name: str) -> ParamSpec:
-        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"midlayer.mlp.{name}.weight", "f d -> d f")
+        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, hf_name=f"midlayer.mlp.{name}.weight", hf_layout="f d -> d f")
 
     specs = {
-        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, "fc.weight", "d (a e) -> a e d"),
+        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, hf_name="fc.weight", hf_layout="d (a e) -> a e d"),
         "input_norm": norm("midlayer.input_layernorm"),
         "hidden_norm": norm("midlayer.hidden_norm"),
         "q": heads(c.heads, "heads", "q_proj"),
@@ -113,18 +115,22 @@ def param_specs(config: Eagle3Config) -> Specs:
             (c.heads, H, D),
             ("heads", "head_dim", "embed"),
             c.heads * H,
-            "midlayer.self_attn.o_proj.weight",
-            "d (n h) -> n h d",
+            hf_name="midlayer.self_attn.o_proj.weight",
+            hf_layout="d (n h) -> n h d",
         ),
         "mlp_norm": norm("midlayer.post_attention_layernorm"),
         "gate": inward("gate_proj"),
         "up": inward("up_proj"),
-        "down": ParamSpec((c.mlp, D), ("mlp", "embed"), c.mlp, "midlayer.mlp.down_proj.weight", "d f -> f d"),
+        "down": ParamSpec(
+            (c.mlp, D), ("mlp", "embed"), c.mlp, hf_name="midlayer.mlp.down_proj.weight", hf_layout="d f -> f d"
+        ),
         "final_norm": norm("norm"),
-        "unembed": ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d"),
+        "unembed": ParamSpec(
+            (c.draft_vocab, D), ("vocab", "embed"), D, hf_name="lm_head.weight", hf_layout="v d -> v d"
+        ),
     }
     if c.norm_before_fc:
-        specs["features_norm"] = ParamSpec((A * D,), (None,), 0, "input_norm.weight", "a -> a")
+        specs["features_norm"] = ParamSpec((A * D,), (None,), 0, hf_name="input_norm.weight", hf_layout="a -> a")
     if c.fc_norm:
         return nested(specs, fc_norm={name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES[:A])})
     return specs
@@ -141,7 +147,7 @@ def inference_specs(config: Eagle3Config) -> Specs:
     specs = param_specs(c)
 
     def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
-        return ParamSpec(shape, axes, 0, "", "")
+        return ParamSpec(shape, axes, 0, hf_name="", hf_layout="")
 
     return {
         **{name: spec for name, spec in specs.items() if name not in _CHANGED},
@@ -190,6 +196,7 @@ def layer(
     params: Params,
     config: Eagle3Config,
     hidden: jax.Array,
+    *,
     embedded: jax.Array,
     angles: Angles,
     attend: Attend,
@@ -217,7 +224,7 @@ def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Arra
 
 
 def keys_values(
-    params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array, angles: Angles
+    params: Params, config: Eagle3Config, hidden: jax.Array, *, embedded: jax.Array, angles: Angles
 ) -> tuple[jax.Array, jax.Array]:
     """Return k and v [B, T, K, H] of pairs: all that later pairs read of them, since there is one layer."""
     k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
@@ -258,6 +265,7 @@ def unrolled(
     params: Params,
     config: Eagle3Config,
     features: jax.Array,
+    *,
     embedded: jax.Array,
     steps: int,
     positions: jax.Array,
@@ -270,5 +278,7 @@ def unrolled(
     """
     head = functools.partial(layer, params, config)
     hidden = first_hidden(params, config, features)
-    outputs = recurrent.unroll(head, config, hidden, embedded, steps, positions, segments)
+    outputs = recurrent.unroll(
+        head, config, hidden, embedded=embedded, steps=steps, positions=positions, segments=segments
+    )
     return _lm_head_input(params, config, jnp.stack(outputs))

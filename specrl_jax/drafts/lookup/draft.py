@@ -78,4 +78,13 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
 
 
 def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
-    return look_up(slots.tokens, slots.length, slots.group, slots.sequence, slots.lookup_cache, k, min_match, max_match)
+    return look_up(
+        slots.tokens,
+        slots.length,
+        slots.group,
+        sequence=slots.sequence,
+        lookup_cache=slots.lookup_cache,
+        k=k,
+        min_match=min_match,
+        max_match=max_match,
+    )

@@ -88,6 +88,7 @@ def look_up(
     tokens: jax.Array,
     length: jax.Array,
     group: jax.Array,
+    *,
     sequence: jax.Array,
     lookup_cache: LookupCache | None,
     k: int,

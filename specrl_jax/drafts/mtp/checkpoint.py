@@ -91,7 +91,9 @@ def load_config(folder: str, target: qwen3.Qwen3Config) -> mtp.MTPConfig:
     return head
 
 
-def load_params(folder: str, config: mtp.MTPConfig, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
+def load_params(
+    folder: str, config: mtp.MTPConfig, partition: Partitioner, *, dtype: jnp.dtype | None = None
+) -> Params:
     """Read parameters in the training layout; dtype None = each tensor's own. Raises InputError as `load_config`."""
     source, index = _find(folder)
     return source.load(_specs(config, source.format, index), partition, dtype)

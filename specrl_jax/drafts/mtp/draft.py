@@ -52,14 +52,14 @@ class MTPDraft(RecurrentDraft):
         return network.inference_params(params, dtype)
 
     def update_cache(
-        self, params: Params, cache: DraftCache, paging: kv.Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
     ) -> DraftCache:
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, out.hidden, partition))
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, out.hidden, partition=partition))
 
     def layer(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend
     ) -> jax.Array:
-        return network.layer(params, self.config, hidden, embedded, angles, attend)
+        return network.layer(params, self.config, hidden, embedded=embedded, angles=angles, attend=attend)
 
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return matmul("BTD,DV->BTV", a, weights.policy["to_logits"])
@@ -67,7 +67,15 @@ class MTPDraft(RecurrentDraft):
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         rows, hidden = inputs.rows, inputs.hidden.astype(inputs.dtype)
         embedded = inputs.tables.embed[rows.tokens].astype(inputs.dtype)
-        outputs = network.unrolled(params, self.config, hidden, embedded, inputs.steps, rows.positions, rows.segments)
+        outputs = network.unrolled(
+            params,
+            self.config,
+            hidden,
+            embedded=embedded,
+            steps=inputs.steps,
+            positions=rows.positions,
+            segments=rows.segments,
+        )
         return outputs, inputs.tables.lm_head
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
@@ -75,12 +83,19 @@ class MTPDraft(RecurrentDraft):
         return {**params, "final_norm": target["final_norm"]}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
 
     def load_vocab_map(self, folder: str, target: Qwen3Config) -> None:
         return None
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         checkpoint.save(folder, params, self.config, target, dtype, self.dialect)

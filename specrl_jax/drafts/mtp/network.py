@@ -59,14 +59,16 @@ def param_specs(config: MTPConfig) -> Specs:
     D = config.embed
 
     def norm(name: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, f"model.layers.{{layer}}.{name}.weight", "a -> a")
+        return ParamSpec((D,), ("embed",), 0, hf_name=f"model.layers.{{layer}}.{name}.weight", hf_layout="a -> a")
 
     # The leading 2 is [embedding; hidden].
     shape, axes = (2, D, D), (None, None, "embed")
     leaves = {
         "embedding_norm": norm("enorm"),
         "hidden_norm": norm("hnorm"),
-        "eh_proj": ParamSpec(shape, axes, 2 * D, "model.layers.{layer}.eh_proj.weight", "d (c e) -> c e d"),
+        "eh_proj": ParamSpec(
+            shape, axes, 2 * D, hf_name="model.layers.{layer}.eh_proj.weight", hf_layout="d (c e) -> c e d"
+        ),
         "final_norm": norm("shared_head.norm"),
     }
     return nested(leaves, layers=branch(qwen3.param_specs(config.block), "layers"))
@@ -84,7 +86,7 @@ def inference_params(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def layer(
-    params: Params, config: MTPConfig, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
+    params: Params, config: MTPConfig, hidden: jax.Array, *, embedded: jax.Array, angles: Angles, attend: Attend
 ) -> jax.Array:
     """Apply the head to hidden and embedded [B, T, D]; return a [B, T, D], the input of the lm_head."""
     normed = (
@@ -92,7 +94,7 @@ def layer(
         rms_norm(hidden, params["hidden_norm"], config.norm_epsilon),
     )
     x = einsum("BTCE,CED->BTD", jnp.stack(normed, axis=2), params["eh_proj"])
-    x, _ = qwen3.layer(x, _block(params), config.block, angles, attend)
+    x, _ = qwen3.layer(x, _block(params), config.block, angles=angles, attend=attend)
     return rms_norm(x, params["final_norm"], config.norm_epsilon)
 
 
@@ -106,6 +108,7 @@ def unrolled(
     params: Params,
     config: MTPConfig,
     hidden: jax.Array,
+    *,
     embedded: jax.Array,
     steps: int,
     positions: jax.Array,
@@ -117,4 +120,6 @@ def unrolled(
     [steps, B, T, D], inputs of the policy's lm_head.
     """
     head = functools.partial(layer, params, config)
-    return jnp.stack(recurrent.unroll(head, config, hidden, embedded, steps, positions, segments))
+    return jnp.stack(
+        recurrent.unroll(head, config, hidden, embedded=embedded, steps=steps, positions=positions, segments=segments)
+    )

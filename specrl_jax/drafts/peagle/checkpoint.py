@@ -63,7 +63,7 @@ def load_config(folder: str, target: Qwen3Config) -> PEagleConfig:
     # The output norm of EAGLE-3.1 is about what the recurrence feeds back, and there is none.
     head = dataclasses.replace(formats.read_head(raw, name, target), norm_output=False)
     own_embedding = file.embed_requires_grad and _EMBEDDING in source.names()
-    config = extended(head, target, formats.read_layers(raw, name), tokens[0], own_embedding)
+    config = extended(head, target, formats.read_layers(raw, name), mask_token=tokens[0], own_embedding=own_embedding)
     specs = _specs(config, name, source)
     known = {spec.hf_name for spec in jax.tree.leaves(specs)} | {"d2t", "t2d", _EMBEDDING}
     if strange := sorted(set(source.names()) - known):
@@ -76,7 +76,7 @@ def load_config(folder: str, target: Qwen3Config) -> PEagleConfig:
     return config
 
 
-def load_params(folder: str, config: PEagleConfig, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
+def load_params(folder: str, config: PEagleConfig, partition: Partitioner, *, dtype: jnp.dtype | None = None) -> Params:
     """Read parameters in the training layout; dtype None = each tensor's own. Raises InputError as `load_config`."""
     source, name = _find(folder)
     return source.load(_specs(config, name, source), partition, dtype)
@@ -86,6 +86,7 @@ def save(
     folder: str,
     params: Params,
     vocab_map: np.ndarray,
+    *,
     config: PEagleConfig,
     target: Qwen3Config,
     dtype: str,
@@ -98,7 +99,9 @@ def save(
         yield from hf_tensors(_specs(config, dialect), params, dtype)
         yield from vocab_tensors(vocab_map, target).items()
 
-    content = formats.write_head(config, target, dtype, dialect, verifier, kind="peagle", layers=config.layers)
+    content = formats.write_head(
+        config, target, dtype, name=dialect, verifier=verifier, kind="peagle", layers=config.layers
+    )
     if dialect == "speculators":
         content |= {"mask_token_id": config.mask_token, "embed_requires_grad": config.own_embedding}
     else:

@@ -1,6 +1,7 @@
 """Draft with a P-EAGLE draft: a few layers over EAGLE-3's pairs that draft k tokens in one pass."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, Draf
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.peagle import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import committed_pairs
-from specrl_jax.drafts.recurrent.network import Attend
+from specrl_jax.drafts.recurrent.network import Angles, Attend
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
@@ -79,17 +80,17 @@ class PEagleDraft:
 
     def init_cache(self, shape: kv.PageShape) -> PairsCache:
         c = self.config
-        return PairsCache(kv.init_tokens(c.embed, shape), kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape))
+        return PairsCache(kv.init_tokens(c.embed, shape), kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape=shape))
 
     def cache_axes(self) -> PairsCache:
         return PairsCache(stand_in(kv.TOKEN_AXES), (stand_in(kv.PAGE_AXES),) * self.config.layers)
 
     def update_cache(
-        self, params: Params, cache: PairsCache, paging: kv.Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: PairsCache, paging: kv.Paging, *, out: Output, partition: Partitioner
     ) -> PairsCache:
         assert out.aux is not None, "the forward was asked for aux_layers"
         hidden = eagle3.first_hidden(params, self.config, out.aux)
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition))
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition=partition))
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         return peagle_drafter(self.config, config)
@@ -97,8 +98,17 @@ class PEagleDraft:
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         rows, aux = inputs.rows, inputs.aux
         assert aux is not None, "the forward was asked for aux_layers"
-        text = (inputs.tables.embed, rows.tokens, rows.positions, rows.segments)
-        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps, inputs.anchors)
+        outputs = network.unrolled(
+            params,
+            self.config,
+            aux.astype(inputs.dtype),
+            embed=inputs.tables.embed,
+            tokens=rows.tokens,
+            positions=rows.positions,
+            segments=rows.segments,
+            steps=inputs.steps,
+            anchors=inputs.anchors,
+        )
         return outputs, params["unembed"]
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
@@ -107,7 +117,7 @@ class PEagleDraft:
         return {**params, **taken, **({"embed": target["embed"]} if self.config.own_embedding else {})}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
 
     def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray:
         if not folder:
@@ -115,10 +125,53 @@ class PEagleDraft:
         return checkpoint.load_vocab_map(folder, self.config, target)
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         ids = np.asarray(vocab_map)
-        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
+        checkpoint.save(
+            folder,
+            params,
+            ids,
+            config=self.config,
+            target=target,
+            dtype=dtype,
+            dialect=self.dialect,
+            verifier=target_path,
+        )
+
+
+def _attention(pages: list[jax.Array], i: int, places: kv.Paging, partition: Partitioner) -> Attend:
+    """Return attention over pages[i], which it replaces by those with the new keys and values."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out, pages[i] = kv.attend(q, k, v, pages=pages[i], paging=places, partition=partition)
+        return out
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("config", "partition"))
+def deeper_layer(
+    w: Params,
+    x: jax.Array,
+    angles: Angles,
+    *,
+    pages: jax.Array,
+    places: kv.Paging,
+    config: network.PEagleConfig,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply a layer but the first to x [B, Q, D] over its pages; return both. Jitted: they are traced once."""
+    written = [pages]
+    x = network.deeper_layer(w, config, x, angles=angles, attend=_attention(written, 0, places, partition))
+    return x, written[0]
 
 
 def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
@@ -131,24 +184,18 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
         params: Weights, tokens: jax.Array, pairs: kv.Paging, cache: PairsCache
     ) -> tuple[jax.Array, jax.Array]:
         table = network.embedding(params.draft, params.policy["embed"])
-        return committed_pairs(cache.hidden, table, tokens, pairs, config)
+        return committed_pairs(cache.hidden, table, tokens, pairs=pairs, config=config)
 
     def run(
         params: Weights, hidden: jax.Array, embedded: jax.Array, places: kv.Paging, cache: PairsCache
     ) -> tuple[jax.Array, PairsCache]:
         """Apply the layers to pairs and slots [B, Q], each attending up to its own place; return a [B, Q, D]."""
-        written = list[jax.Array]()
-
-        def attention(pages: jax.Array) -> Attend:
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                out, new = kv.attend(q, k, v, pages, places, config.partition)
-                written.append(new)
-                return out
-
-            return attend
-
-        angles = c.angles(places.positions)
-        a = network.hidden_states(params.draft, c, hidden, embedded, angles, [attention(x) for x in cache.layers])
+        angles, written = c.angles(places.positions), list(cache.layers)
+        attend = _attention(written, 0, places, config.partition)
+        a = eagle3.layer(params.draft, c, hidden, embedded=embedded, angles=angles, attend=attend)
+        deeper = functools.partial(deeper_layer, places=places, config=c, partition=config.partition)
+        for i, w in enumerate(network.deeper_layers(params.draft, c), start=1):
+            a, written[i] = deeper(w, a, angles, written[i])
         return config.partition.constrain(a, "batch", None, None), cache._replace(layers=tuple(written))
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[PairsCache]]:
@@ -168,7 +215,9 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
         def step(i: int, token: jax.Array | None) -> jax.Array:
             return scores[:, i]
 
-        return draft_tokens(step, slots, seed, k, params.vocab_map, config), slots.cache._replace(draft=cache)
+        return draft_tokens(step, slots, seed, k=k, vocab_map=params.vocab_map, config=config), slots.cache._replace(
+            draft=cache
+        )
 
     def sync_cache(params: Weights, text: Text, cache: Caches[PairsCache]) -> Caches[PairsCache]:
         def update(pairs: kv.Paging, cache: PairsCache) -> PairsCache:

@@ -42,11 +42,11 @@ class PEagleConfig(Eagle3Config):
 
 def peagle_config(target: Qwen3Config, layers: int, draft_vocab: int) -> PEagleConfig:
     """Return the sizes of a new draft for a target. Raises InputError for a vocabulary larger than the target's."""
-    return extended(eagle3.eagle3_config(target, draft_vocab), target, layers, default_mask_token(target))
+    return extended(eagle3.eagle3_config(target, draft_vocab), target, layers, mask_token=default_mask_token(target))
 
 
 def extended(
-    head: Eagle3Config, target: Qwen3Config, layers: int, mask_token: int, own_embedding: bool = False
+    head: Eagle3Config, target: Qwen3Config, layers: int, *, mask_token: int, own_embedding: bool = False
 ) -> PEagleConfig:
     """Return the draft whose first layer is `head`."""
     sizes = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
@@ -59,10 +59,12 @@ def param_specs(config: PEagleConfig) -> Specs:
     D, A = c.embed, len(c.aux_layers)
     specs = {
         **eagle3.param_specs(c),
-        "mask_hidden": ParamSpec((A, D), (None, "embed"), 1, "mask_hidden", "1 1 (a e) -> a e"),
+        "mask_hidden": ParamSpec((A, D), (None, "embed"), 1, hf_name="mask_hidden", hf_layout="1 1 (a e) -> a e"),
     }
     if c.own_embedding:
-        specs["embed"] = ParamSpec((c.vocab, D), ("vocab", "embed"), 1, "embed_tokens.weight", "v d -> v d")
+        specs["embed"] = ParamSpec(
+            (c.vocab, D), ("vocab", "embed"), 1, hf_name="embed_tokens.weight", hf_layout="v d -> v d"
+        )
     return nested(specs, **{_name(i): _layer_specs(c, f"layers.{i}") for i in range(1, c.layers)})
 
 
@@ -75,14 +77,16 @@ def _layer_specs(c: PEagleConfig, name: str) -> dict[str, ParamSpec]:
     D, H = c.embed, c.head_dim
 
     def norm(part: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, f"{name}.{part}.weight", "a -> a")
+        return ParamSpec((D,), ("embed",), 0, hf_name=f"{name}.{part}.weight", hf_layout="a -> a")
 
     def heads(count: int, axis: str, part: str) -> ParamSpec:
         axes = ("embed", axis, "head_dim")
-        return ParamSpec((D, count, H), axes, D, f"{name}.self_attn.{part}.weight", "(n h) d -> d n h")
+        return ParamSpec(
+            (D, count, H), axes, D, hf_name=f"{name}.self_attn.{part}.weight", hf_layout="(n h) d -> d n h"
+        )
 
     def inward(part: str) -> ParamSpec:
-        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"{name}.mlp.{part}.weight", "f d -> d f")
+        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, hf_name=f"{name}.mlp.{part}.weight", hf_layout="f d -> d f")
 
     o, down = (c.heads, H, D), ("mlp", "embed")
     return {
@@ -91,12 +95,16 @@ def _layer_specs(c: PEagleConfig, name: str) -> dict[str, ParamSpec]:
         "k": heads(c.kv_heads, "kv_heads", "k_proj"),
         "v": heads(c.kv_heads, "kv_heads", "v_proj"),
         "o": ParamSpec(
-            o, ("heads", "head_dim", "embed"), c.heads * H, f"{name}.self_attn.o_proj.weight", "d (n h) -> n h d"
+            o,
+            ("heads", "head_dim", "embed"),
+            c.heads * H,
+            hf_name=f"{name}.self_attn.o_proj.weight",
+            hf_layout="d (n h) -> n h d",
         ),
         "mlp_norm": norm("post_attention_layernorm"),
         "gate": inward("gate_proj"),
         "up": inward("up_proj"),
-        "down": ParamSpec((c.mlp, D), down, c.mlp, f"{name}.mlp.down_proj.weight", "d f -> f d"),
+        "down": ParamSpec((c.mlp, D), down, c.mlp, hf_name=f"{name}.mlp.down_proj.weight", hf_layout="d f -> f d"),
     }
 
 
@@ -122,18 +130,25 @@ def hidden_states(
     params: Params,
     config: PEagleConfig,
     hidden: jax.Array,
+    *,
     embedded: jax.Array,
     angles: Angles,
     attends: list[Attend],
 ) -> jax.Array:
     """Apply the layers, each with its attention, to pairs and slots; hidden, embedded and the result are [B, Q, D]."""
-    a = eagle3.layer(params, config, hidden, embedded, angles, attends[0])
-    for i, attend in enumerate(attends[1:], start=1):
-        a = _llama_layer(branch(params, _name(i)), config, a, angles, attend)
+    a = eagle3.layer(params, config, hidden, embedded=embedded, angles=angles, attend=attends[0])
+    for w, attend in zip(deeper_layers(params, config), attends[1:], strict=True):
+        a = deeper_layer(w, config, a, angles=angles, attend=attend)
     return a
 
 
-def _llama_layer(w: Params, config: PEagleConfig, x: jax.Array, angles: Angles, attend: Attend) -> jax.Array:
+def deeper_layers(params: Params, config: PEagleConfig) -> list[Params]:
+    """Return the weights of all layers but the first."""
+    return [branch(params, _name(i)) for i in range(1, config.layers)]
+
+
+def deeper_layer(w: Params, config: PEagleConfig, x: jax.Array, *, angles: Angles, attend: Attend) -> jax.Array:
+    """Apply a layer but the first to x [B, Q, D]."""
     z = rms_norm(x, w["attention_norm"], config.norm_epsilon)
     q, k, v = (einsum("BTD,DNH->BTNH", z, w[name]) for name in "qkv")
     x = x + project_heads(attend(rotate(q, angles), rotate(k, angles), v), w["o"])
@@ -155,6 +170,7 @@ def unrolled(
     params: Params,
     config: PEagleConfig,
     features: jax.Array,
+    *,
     embed: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
@@ -199,14 +215,16 @@ def unrolled(
 
         pairs = k[:, :T], v[:, :T]
         none = k[:, :T, None][:, :, :0], v[:, :T, None][:, :, :0]
-        out = slot_attention(q[:, :T, None], none, pairs, segments)
+        out = slot_attention(q[:, :T, None], none, pairs, segments=segments)
         if not M:
             return out
-        slots = slot_attention(behind(q), (behind(k), behind(v)), pairs, segments, anchors, causal)
+        slots = slot_attention(
+            behind(q), (behind(k), behind(v)), pairs, segments=segments, anchors=anchors, readable=causal
+        )
         return jnp.concatenate([out, slots], axis=1)
 
     angles = config.angles(jnp.concatenate([positions, of_slots], axis=1))
-    a = hidden_states(params, config, hidden, embedded, angles, [attend] * config.layers)
+    a = hidden_states(params, config, hidden, embedded=embedded, angles=angles, attends=[attend] * config.layers)
     a = rms_norm(a, params["final_norm"], config.norm_epsilon)
     drafts = jnp.concatenate([ahead(a[:, :T], 0, anchors)[:, :, None], a[:, T:].reshape(B, A, M, D)], axis=2)
     return jnp.moveaxis(drafts, 2, 0)

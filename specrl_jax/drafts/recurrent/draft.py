@@ -29,7 +29,7 @@ class RecurrentDraft:
     takes_anchors = False
 
     def layer(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend
     ) -> jax.Array:
         """Apply the head to hidden and embedded [B, Q, D]; return the next application's hidden."""
         raise NotImplementedError
@@ -43,6 +43,7 @@ class RecurrentDraft:
         params: Params,
         hidden: jax.Array,
         embedded: jax.Array,
+        *,
         pairs: kv.Paging,
         cache: DraftCache,
         partition: Partitioner,
@@ -51,11 +52,11 @@ class RecurrentDraft:
         written = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            out, pages = kv.attend(q, k, v, cache.pages, pairs, partition)
+            out, pages = kv.attend(q, k, v, pages=cache.pages, paging=pairs, partition=partition)
             written.append(pages)
             return out
 
-        a = self.layer(params, hidden, embedded, self.config.angles(pairs.positions), attend)
+        a = self.layer(params, hidden, embedded, angles=self.config.angles(pairs.positions), attend=attend)
         return a, cache._replace(pages=written[0])
 
     def write_pairs(
@@ -63,12 +64,13 @@ class RecurrentDraft:
         params: Params,
         hidden: jax.Array,
         embedded: jax.Array,
+        *,
         pairs: kv.Paging,
         cache: DraftCache,
         partition: Partitioner,
     ) -> DraftCache:
         """Write keys and values of pairs [B, Q]. Under jit nothing after them is computed."""
-        return self.extend(params, hidden, embedded, pairs, cache, partition)[1]
+        return self.extend(params, hidden, embedded, pairs=pairs, cache=cache, partition=partition)[1]
 
     def init_cache(self, shape: kv.PageShape) -> DraftCache:
         return network.init_cache(self.config, shape)
@@ -86,7 +88,7 @@ def embedded_tokens(table: jax.Array, tokens: jax.Array, config: DrafterConfig) 
 
 
 def committed_pairs(
-    pool: jax.Array, table: jax.Array, tokens: jax.Array, pairs: kv.Paging, config: DrafterConfig
+    pool: jax.Array, table: jax.Array, tokens: jax.Array, *, pairs: kv.Paging, config: DrafterConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Return (hidden, embedded) [B, Q, D] of pairs whose hidden states, in `pool`, and tokens are both known."""
     hidden = kv.read_tokens(pool, pairs, config.partition)
@@ -99,9 +101,9 @@ def drafted_step(
     params: Weights,
     hidden: jax.Array,
     embedded: jax.Array,
+    *,
     pairs: kv.Paging,
     cache: DraftCache,
-    *,
     head: RecurrentDraft,
     partition: Partitioner,
 ) -> tuple[jax.Array, DraftCache, jax.Array]:
@@ -109,7 +111,7 @@ def drafted_step(
 
     Jitted, so that k steps are traced and lowered once.
     """
-    a, cache = head.extend(params.draft, hidden, embedded, pairs, cache, partition)
+    a, cache = head.extend(params.draft, hidden, embedded, pairs=pairs, cache=cache, partition=partition)
     a = partition.constrain(a, "batch", None, None)
     return a, cache, head.logits(params, a)[:, 0]
 
@@ -120,7 +122,7 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
     def committed(
         params: Weights, tokens: jax.Array, pairs: kv.Paging, cache: DraftCache
     ) -> tuple[jax.Array, jax.Array]:
-        return committed_pairs(cache.hidden, params.policy["embed"], tokens, pairs, config)
+        return committed_pairs(cache.hidden, params.policy["embed"], tokens, pairs=pairs, config=config)
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[DraftCache]]:
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
@@ -128,7 +130,12 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
         hidden, embedded = committed(params, slots.tokens, pairs, slots.cache.draft)
         earlier, own = (pairs._replace(positions=x) for x in (pairs.positions[:, :-1], pairs.positions[:, -1:]))
         cache = head.write_pairs(
-            params.draft, hidden[:, :-1], embedded[:, :-1], earlier, slots.cache.draft, config.partition
+            params.draft,
+            hidden[:, :-1],
+            embedded[:, :-1],
+            pairs=earlier,
+            cache=slots.cache.draft,
+            partition=config.partition,
         )
         a, last = hidden[:, -1:], embedded[:, -1:]
 
@@ -137,16 +144,20 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
             if token is not None:
                 last = embedded_tokens(params.policy["embed"], token[:, None], config)
                 own = slots.place(slots.length[:, None] - 2 + i)
-            a, cache, logits = drafted_step(params, a, last, own, cache, head=head, partition=config.partition)
+            a, cache, logits = drafted_step(
+                params, a, last, pairs=own, cache=cache, head=head, partition=config.partition
+            )
             return logits
 
-        drafted = draft_tokens(step, slots, seed, k, params.vocab_map, config)
+        drafted = draft_tokens(step, slots, seed, k=k, vocab_map=params.vocab_map, config=config)
         return drafted, slots.cache._replace(draft=cache)
 
     def sync_cache(params: Weights, text: Text, cache: Caches[DraftCache]) -> Caches[DraftCache]:
         def update(pairs: kv.Paging, cache: DraftCache) -> DraftCache:
             hidden, embedded = committed(params, text.tokens, pairs, cache)
-            return head.write_pairs(params.draft, hidden, embedded, pairs, cache, config.partition)
+            return head.write_pairs(
+                params.draft, hidden, embedded, pairs=pairs, cache=cache, partition=config.partition
+            )
 
         # The last committed token has no pair yet.
         return cache._replace(draft=in_blocks(update, text._replace(length=text.length - 1), cache.draft))

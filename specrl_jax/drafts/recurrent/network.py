@@ -33,7 +33,7 @@ class HeadConfig:
 
     def angles(self, positions: jax.Array) -> "Angles":
         """Return the rotary angles of pairs `positions` [B, T]."""
-        return rotary_angles(positions, self.head_dim, self.rope_theta, self.yarn)
+        return rotary_angles(positions, self.head_dim, self.rope_theta, yarn=self.yarn)
 
 
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
@@ -55,13 +55,16 @@ class DraftCache(NamedTuple):
 
 def init_cache(config: HeadConfig, shape: kv.PageShape) -> DraftCache:
     """Return empty pools."""
-    return DraftCache(kv.init_tokens(config.embed, shape), kv.init_cache(1, config.kv_heads, config.head_dim, shape)[0])
+    return DraftCache(
+        kv.init_tokens(config.embed, shape), kv.init_cache(1, config.kv_heads, config.head_dim, shape=shape)[0]
+    )
 
 
 def unroll(
     layer: Layer,
     config: HeadConfig,
     hidden: jax.Array,
+    *,
     embedded: jax.Array,
     steps: int,
     positions: jax.Array,
@@ -115,7 +118,7 @@ def _ttt_attention(
         readable = queries.readable(segments, T)[:, :, None]
         return _attend(q, readable, own_keys, own_values, keys[0], values[0])
 
-    return by_queries(attend, query_parts(T), segments, (q, keys[1:], values[1:]))
+    return by_queries(attend, query_parts(T), segments, arrays=(q, keys[1:], values[1:]))
 
 
 def _attend(

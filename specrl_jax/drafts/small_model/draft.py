@@ -61,13 +61,13 @@ class SmallModelDraft:
         return qwen3.inference_params(params, self.config, dtype)
 
     def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
-        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape)
+        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape=shape)
 
     def cache_axes(self) -> kv.KVCache:
         return (stand_in(kv.PAGE_AXES),) * self.config.layers
 
     def update_cache(
-        self, params: Params, cache: kv.KVCache, paging: kv.Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: kv.KVCache, paging: kv.Paging, *, out: Output, partition: Partitioner
     ) -> kv.KVCache:
         return cache
 
@@ -78,7 +78,7 @@ class SmallModelDraft:
         """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
         rows, options = inputs.rows, qwen3.Options(dtype=inputs.dtype, return_logits=False)
         text = qwen3.Inputs(rows.tokens, rows.positions, rows.segments)
-        out = qwen3.forward(params, self.config, text, partition, options)
+        out = qwen3.forward(params, self.config, text, partition=partition, options=options)
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(inputs.steps)])
         return outputs, qwen3.lm_head_weight(params, self.config)
 
@@ -87,15 +87,22 @@ class SmallModelDraft:
         return params
 
     def load(self, folder: str, partition: Partitioner) -> Params:
-        return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")
+        return hf.load_params(folder, self.config, partition, dtype=jnp.float32, key="draft.path")
 
     def load_vocab_map(self, folder: str, target: Qwen3Config) -> None:
         return None
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
-        hf.save_params(folder, params, self.config, dtype)
+        hf.save_params(folder, params, self.config, dtype=dtype)
 
 
 def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
@@ -105,7 +112,9 @@ def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
         params: Weights, tokens: jax.Array, paging: kv.Paging, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
         options, inputs = qwen3.Options(dtype=config.dtype, return_logits=False), qwen3.Inputs(tokens, paging.positions)
-        out = qwen3.forward(params.draft, model, inputs, config.partition, options, cache, paging.table)
+        out = qwen3.forward(
+            params.draft, model, inputs, partition=config.partition, options=options, cache=cache, table=paging.table
+        )
         assert out.cache is not None, "a forward over a cache returns it"
         return out.hidden, out.cache
 
@@ -118,9 +127,9 @@ def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
             nonlocal hidden, cache
             if token is not None:
                 hidden, cache = forward(params, token[:, None], slots.place(slots.length[:, None] - 1 + i), cache)
-            return qwen3.lm_head_logits(params.draft, model, hidden[:, -1:], config.partition)[:, 0]
+            return qwen3.lm_head_logits(params.draft, model, hidden[:, -1:], partition=config.partition)[:, 0]
 
-        drafted = draft_tokens(step, slots, seed, k, None, config)
+        drafted = draft_tokens(step, slots, seed, k=k, vocab_map=None, config=config)
         return drafted, slots.cache._replace(draft=cache)
 
     def sync_cache(params: Weights, text: Text, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:

@@ -46,12 +46,14 @@ def twin_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
             inputs = last if token is None else token[:, None]
             paging = slots.place(slots.length[:, None] - 1 + i)
             text = qwen3.Inputs(inputs, paging.positions)
-            out = qwen3.forward(own, model, text, config.partition, options, cache, paging.table)
+            out = qwen3.forward(
+                own, model, text, partition=config.partition, options=options, cache=cache, table=paging.table
+            )
             assert out.cache is not None and out.logits is not None, "a forward over a cache returns both"
             cache = out.cache
             return out.logits[:, 0]
 
-        drafted = draft_tokens(step, slots, seed, k, None, config)
+        drafted = draft_tokens(step, slots, seed, k=k, vocab_map=None, config=config)
         return drafted, caches._replace(target=cache) if isinstance(caches, Caches) else cache
 
     return Drafter(config.length, draft, sync_cache=lambda params, text, cache: cache)

@@ -38,7 +38,9 @@ class Qwen3Config:
 
 
 def _published(embed: int, layers: int, heads: int, mlp: int, tied: bool) -> Qwen3Config:
-    return Qwen3Config(151_936, embed, layers, heads, 8, 128, mlp, tied, max_positions=40_960)
+    return Qwen3Config(
+        151_936, embed, layers, heads=heads, kv_heads=8, head_dim=128, mlp=mlp, tied=tied, max_positions=40_960
+    )
 
 
 def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp: int) -> Qwen3Config:
@@ -53,24 +55,46 @@ def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp:
 
 PRESETS = {
     # For tests: compiles in seconds.
-    "nano": Qwen3Config(128, 64, 2, 4, 2, 16, 128, tied=True, max_positions=4096),
+    "nano": Qwen3Config(128, 64, 2, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096),
     # The smallest depth that an EAGLE-3 head can read.
-    "nano_deep": Qwen3Config(128, 64, 7, 4, 2, 16, 128, tied=True, max_positions=4096),
+    "nano_deep": Qwen3Config(128, 64, 7, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096),
     # The same two with experts: the two of a token are together as wide as the mlp that they replace.
     "nano_moe": Qwen3Config(
-        128, 64, 2, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
+        128,
+        64,
+        2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp=64,
+        tied=True,
+        max_positions=4096,
+        experts=8,
+        experts_per_token=2,
+        dense_mlp=128,
     ),
     "nano_moe_deep": Qwen3Config(
-        128, 64, 7, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
+        128,
+        64,
+        7,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp=64,
+        tied=True,
+        max_positions=4096,
+        experts=8,
+        experts_per_token=2,
+        dense_mlp=128,
     ),
     # 3.5 M parameters, for examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
-    "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
+    "tiny": Qwen3Config(128, 192, 8, heads=6, kv_heads=2, head_dim=32, mlp=576, tied=True, max_positions=4096),
     # 0.9 M parameters, for the tasks of rooms: shallow, so that a CPU trains it in minutes.
-    "shallow": Qwen3Config(128, 128, 4, 4, 4, 32, 384, tied=True, max_positions=4096),
+    "shallow": Qwen3Config(128, 128, 4, heads=4, kv_heads=4, head_dim=32, mlp=384, tied=True, max_positions=4096),
     # 12 M parameters, for `make run`: deep and narrow, so that drafting five tokens costs less than half a forward.
-    "mini": Qwen3Config(128, 256, 14, 4, 2, 64, 896, tied=True, max_positions=4096),
+    "mini": Qwen3Config(128, 256, 14, heads=4, kv_heads=2, head_dim=64, mlp=896, tied=True, max_positions=4096),
     # 20 M parameters, larger than the CPU's cache: decoding starts to be bound by reading the weights.
-    "small": Qwen3Config(128, 384, 12, 6, 2, 64, 1152, tied=True, max_positions=4096),
+    "small": Qwen3Config(128, 384, 12, heads=6, kv_heads=2, head_dim=64, mlp=1152, tied=True, max_positions=4096),
     "qwen3_0p6b": _published(embed=1024, layers=28, heads=16, mlp=3072, tied=True),
     "qwen3_1p7b": _published(embed=2048, layers=28, heads=16, mlp=6144, tied=True),
     "qwen3_4b": _published(embed=2560, layers=36, heads=32, mlp=9728, tied=True),

@@ -74,6 +74,7 @@ def forward(
     params: Params,
     config: Qwen3Config,
     inputs: Inputs,
+    *,
     partition: Partitioner,
     options: Options = DEFAULT,
     cache: kv.KVCache | None = None,
@@ -87,7 +88,7 @@ def forward(
         cache is returned. A negative position is no token.
       table: the rows' pages of the cache.
     """
-    angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, config.yarn)
+    angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, yarn=config.yarn)
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
@@ -95,8 +96,8 @@ def forward(
         replayed = None if inputs.experts is None else by_layer(inputs.experts, config)
 
         def block(x: jax.Array, w: Params, replayed: jax.Array | None) -> tuple[jax.Array, moe.Routed | None]:
-            mlp = feed_forward(config, partition, inputs.counted, replayed)
-            return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype))
+            mlp = feed_forward(config, partition, inputs.counted, replayed=replayed)
+            return layer(x, w, config, angles=angles, attend=attend, mlp=mlp, sums=partition.sums(x.dtype))
 
         x, aux, routed = _scanned(branch(params, "layers"), x, block, replayed, options, partition)
     else:
@@ -118,12 +119,22 @@ def forward(
         lm_head = lm_head_weight(params, config)
         logprobs, entropy, normaliser = token_scores(x, lm_head, inputs.targets, tiling, inputs.kept)
     elif options.return_logits:
-        logits = lm_head_logits(params, config, x, partition)
+        logits = lm_head_logits(params, config, x, partition=partition)
     experts = to_record(routed.chosen, config) if routed and options.return_experts else None
-    return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routed and routed.copies, experts)
+    return Output(
+        logits,
+        logprobs,
+        entropy,
+        normaliser=normaliser,
+        aux=aux,
+        hidden=x,
+        cache=cache,
+        routing=routed and routed.copies,
+        experts=experts,
+    )
 
 
-def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
+def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, *, partition: Partitioner) -> jax.Array:
     """Return logits [B, T, V] float32 of hidden [B, T, D]; params in either layout."""
     if "to_logits" in params:
         logits = matmul("BTD,DV->BTV", hidden, params["to_logits"])
@@ -149,13 +160,16 @@ def feed_forward(
     config: Qwen3Config,
     partition: Partitioner,
     counted: jax.Array | None = None,
+    *,
     replayed: jax.Array | None = None,
 ) -> FeedForward:
     """Return the mlp of a layer of this config; `replayed` [B, T, k]: its experts, as of `moe.route`."""
     if not config.experts:
         return lambda x, w: dense(x, w, partition.sums(x.dtype))
     k, renormalise = config.experts_per_token, config.renormalise
-    return lambda x, w: moe.mixture(x, w, k, renormalise, partition, counted, replayed)
+    return lambda x, w: moe.mixture(
+        x, w, k, renormalise=renormalise, partition=partition, counted=counted, replayed=replayed
+    )
 
 
 # From the fused product [B, T, K, R + 2, H] of the inference layout and how its heads are normed and rotated to
@@ -239,19 +253,21 @@ def decoded_layer(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal written
-        out, written = kv.attend(q, k, v, pages, paging, partition)
+        out, written = kv.attend(q, k, v, pages=pages, paging=paging, partition=partition)
         return out
 
     def attend_fused(fused: jax.Array, heads: kv.Heads) -> jax.Array | None:
         nonlocal written
-        found = kv.attend_fused(fused, heads, config.norm_epsilon, pages, paging, partition)
+        found = kv.attend_fused(fused, heads, config.norm_epsilon, pages=pages, paging=paging, partition=partition)
         if found is None:
             return None
         out, written = found
         return out
 
     mlp = feed_forward(config, partition, counted)
-    x, routed = layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype), attend_fused)
+    x, routed = layer(
+        x, w, config, angles=angles, attend=attend, mlp=mlp, sums=partition.sums(x.dtype), attend_fused=attend_fused
+    )
     return x, routed, written
 
 
@@ -259,6 +275,7 @@ def layer(
     x: jax.Array,
     w: Params,
     config: Qwen3Config,
+    *,
     angles: tuple[jax.Array, jax.Array],
     attend: AttendRows,
     mlp: FeedForward = dense,

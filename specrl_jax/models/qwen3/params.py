@@ -33,11 +33,11 @@ def param_specs(config: Qwen3Config) -> Specs:
 
     def norm(width: int, name: str) -> ParamSpec:
         axis = "embed" if width == c.embed else "head_dim"
-        return ParamSpec((L, width), ("layers", axis), 0, layer + name + ".weight", "a -> a")
+        return ParamSpec((L, width), ("layers", axis), 0, hf_name=layer + name + ".weight", hf_layout="a -> a")
 
     def heads(count: int, axis: str, name: str) -> ParamSpec:
         shape, axes = (L, c.embed, count, c.head_dim), ("layers", "embed", axis, "head_dim")
-        return ParamSpec(shape, axes, c.embed, f"{layer}self_attn.{name}.weight", "(n h) d -> d n h")
+        return ParamSpec(shape, axes, c.embed, hf_name=f"{layer}self_attn.{name}.weight", hf_layout="(n h) d -> d n h")
 
     layers = {
         "attention_norm": norm(c.embed, "input_layernorm"),
@@ -50,18 +50,22 @@ def param_specs(config: Qwen3Config) -> Specs:
             (L, c.heads, c.head_dim, c.embed),
             ("layers", "heads", "head_dim", "embed"),
             c.heads * c.head_dim,
-            layer + "self_attn.o_proj.weight",
-            "d (n h) -> n h d",
+            hf_name=layer + "self_attn.o_proj.weight",
+            hf_layout="d (n h) -> n h d",
         ),
         "mlp_norm": norm(c.embed, "post_attention_layernorm"),
     } | _mlp_specs(c, layer)
     table = ("vocab", "embed")
     specs = {
-        "embed": ParamSpec((c.vocab, c.embed), table, 2500, "model.embed_tokens.weight", "v d -> v d"),
-        "final_norm": ParamSpec((c.embed,), ("embed",), 0, "model.norm.weight", "a -> a"),
+        "embed": ParamSpec(
+            (c.vocab, c.embed), table, 2500, hf_name="model.embed_tokens.weight", hf_layout="v d -> v d"
+        ),
+        "final_norm": ParamSpec((c.embed,), ("embed",), 0, hf_name="model.norm.weight", hf_layout="a -> a"),
     }
     if not c.tied:
-        specs["unembed"] = ParamSpec((c.vocab, c.embed), table, c.embed, "lm_head.weight", "v d -> v d")
+        specs["unembed"] = ParamSpec(
+            (c.vocab, c.embed), table, c.embed, hf_name="lm_head.weight", hf_layout="v d -> v d"
+        )
     return nested(specs, layers=layers)
 
 
@@ -73,14 +77,26 @@ def _mlp_specs(c: Qwen3Config, layer: str) -> dict[str, ParamSpec]:
 
     def inward(part: str) -> ParamSpec:
         return ParamSpec(
-            (*lead, c.embed, c.mlp), (*axes, "embed", "mlp"), c.embed, f"{name}{part}.weight", "f d -> d f"
+            (*lead, c.embed, c.mlp),
+            (*axes, "embed", "mlp"),
+            c.embed,
+            hf_name=f"{name}{part}.weight",
+            hf_layout="f d -> d f",
         )
 
-    down = ParamSpec((*lead, c.mlp, c.embed), (*axes, "mlp", "embed"), c.mlp, name + "down_proj.weight", "d f -> f d")
+    down = ParamSpec(
+        (*lead, c.mlp, c.embed),
+        (*axes, "mlp", "embed"),
+        c.mlp,
+        hf_name=name + "down_proj.weight",
+        hf_layout="d f -> f d",
+    )
     specs = {"gate": inward("gate_proj"), "up": inward("up_proj"), "down": down}
     if c.experts:
         shape, router_axes = (c.layers, c.embed, c.experts), ("layers", "embed", None)
-        specs["router"] = ParamSpec(shape, router_axes, c.embed, layer + "mlp.gate.weight", "e d -> d e")
+        specs["router"] = ParamSpec(
+            shape, router_axes, c.embed, hf_name=layer + "mlp.gate.weight", hf_layout="e d -> d e"
+        )
     return specs
 
 
@@ -92,7 +108,7 @@ def inference_specs(config: Qwen3Config, kind: str = "none") -> Specs:
     c = config
 
     def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
-        return ParamSpec(shape, axes, 0, "", "")
+        return ParamSpec(shape, axes, 0, hf_name="", hf_layout="")
 
     layer = {
         "attention_norm": spec((c.embed,), "embed"),
@@ -119,10 +135,10 @@ def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...], kind: str) -> Para
     values = spec
     if kind == "int4":  # two in a byte
         values = dataclasses.replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] // 2))
-    return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes, 0, "", ""))))
+    return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes, 0, hf_name="", hf_layout=""))))
 
 
-def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, kind: str = "none") -> Params:
+def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, *, kind: str = "none") -> Params:
     """Map the training layout to the inference layout: unstacked, q/k/v fused, cast to `dtype` or quantised as `kind`.
 
     Pure; jit it with shardings. The lm_head is transposed to [D, V]: a CPU reads it up to twice as fast in a matmul of
@@ -134,7 +150,7 @@ def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, kind
     def kept(name: str, w: jax.Array) -> jax.Array:
         if kind == "none" or name not in SUMMED:
             return w.astype(dtype)
-        return stand_in(quantize(w, SUMMED[name], kind, dtype))
+        return stand_in(quantize(w, SUMMED[name], kind, dtype=dtype))
 
     params = merged(params)
     tables = {name: params[name] for name in ("embed", "final_norm")}
@@ -148,13 +164,13 @@ def twin_specs(config: Qwen3Config, kind: str) -> Specs:
     return _of_a_twin(inference_specs(config, kind), lambda spec: _quantized_spec(spec, (0,), kind))
 
 
-def twin_params(params: Params, dtype: jnp.dtype, config: Qwen3Config, kind: str) -> Params:
+def twin_params(params: Params, dtype: jnp.dtype, config: Qwen3Config, *, kind: str) -> Params:
     """Map the training layout to what a twin of the policy has of its own, quantised: matrices of layers, the lm_head.
 
     A draft's error costs acceptance alone, so the lm_head is quantised too.
     """
-    whole = inference_params(params, config, dtype, kind)
-    return _of_a_twin(whole, lambda w: stand_in(quantize(w, (0,), kind, dtype)))
+    whole = inference_params(params, config, dtype, kind=kind)
+    return _of_a_twin(whole, lambda w: stand_in(quantize(w, (0,), kind, dtype=dtype)))
 
 
 def _of_a_twin(whole: Mapping[str, Leaf], quantized: Callable[[Leaf], Leaf]) -> dict[str, Leaf]:

@@ -30,7 +30,7 @@ class CodeOptions(NamedTuple):
         """Return the options that JSON has made lists of."""
         (mechanism, limits, python, url), partial, timeout = content
         interpreter = Interpreter(*python) if python else None
-        return cls(Chosen(mechanism, Limits(*limits), interpreter, url), partial, timeout)
+        return cls(Chosen(mechanism, Limits(*limits), interpreter, url=url), partial, timeout)
 
 
 class CodeReward:

@@ -100,4 +100,4 @@ class OneTurn:
 
     def step(self, text: str) -> Step:
         returned = read(self._reward(text, self._answer))
-        return Step(None, returned.reward, returned.correct, returned.parts)
+        return Step(None, returned.reward, returned.correct, info=returned.parts)

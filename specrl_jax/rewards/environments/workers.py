@@ -117,6 +117,7 @@ class EnvironmentWorkers:
         conversation: Conversation,
         text: str,
         turns: Sequence[str] | None,
+        *,
         replies: "queue.SimpleQueue[Reply | BaseException]",
     ) -> None:
         """Hand over a turn, whose reply will be put into `replies`; None as `turns`: only begin the conversation.
@@ -125,7 +126,7 @@ class EnvironmentWorkers:
         """
         self.start()
         with self._changed:
-            self._waiting.append(_Task(conversation, text, turns, replies))
+            self._waiting.append(_Task(conversation, text, turns, replies=replies))
             self._changed.notify_all()
 
     def release(self, conversation: Conversation) -> None:

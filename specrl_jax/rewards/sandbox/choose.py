@@ -61,7 +61,7 @@ class Chosen(NamedTuple):
         return f"reward.sandbox: {self.mechanism}, programs run in {self.python.path} ({self.python.version})"
 
 
-def choose(name: str, url: str, python: str, limits: Limits) -> Chosen:
+def choose(name: str, url: str, python: str, *, limits: Limits) -> Chosen:
     """Return the sandbox that reward.sandbox names, or the first that works; a program has run in it.
 
     Args:
@@ -142,4 +142,4 @@ def _try_server(url: str, limits: Limits) -> Chosen:
     if ran.stdout.strip() != "42":
         said = f"{ran.stdout[:50]!r} {ran.stderr[-100:]!r}"
         raise InputError(f"reward.sandbox_url={url}: asked for 6 * 7, it said {said}")
-    return Chosen("http", limits, None, url)
+    return Chosen("http", limits, None, url=url)

@@ -61,7 +61,7 @@ class HttpSandbox:
                     cause = "time" if status == "TimeLimitExceeded" else ""
                     cause = cause or ("output" if len(out) > self.limits.output else "")
                     ended = code_of if isinstance(code_of, int) and status == "Finished" else 1
-                    return Ran(ended, out, err[-2000:], None, cause), out
+                    return Ran(ended, out, err[-2000:], result=None, cause=cause), out
         message = answer.get("message", "") if isinstance(answer, dict) else ""
         raise SandboxError(f"{self.url}: no answer of /run_code {str(message)[:100]}".strip())
 

@@ -95,7 +95,7 @@ def hidden(mechanism: str, python: Interpreter) -> str:
     return f"{python.path} reads {own[0]}, and programs have a /tmp of their own: set reward.sandbox_python to another"
 
 
-def command(mechanism: str, python: Interpreter, limits: Limits, server: str, socket: int) -> Command:
+def command(mechanism: str, python: Interpreter, limits: Limits, *, server: str, socket: int) -> Command:
     """Return how to start the fork server `server`, which talks over the open file `socket`."""
     confined = mechanism == "bubblewrap"
     uid = own_uid()

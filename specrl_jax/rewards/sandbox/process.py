@@ -76,7 +76,7 @@ class LocalSandbox:
             self.close()  # nobody else finds what this one wrote
         out, err, result = (bytes(content) for content in reader.contents)
         text = err.decode(errors="replace")[-_STDERR:]
-        return Ran(status, out.decode(errors="replace"), text, _result(result), cause)
+        return Ran(status, out.decode(errors="replace"), text, result=_result(result), cause=cause)
 
     def close(self) -> int:
         """End the sandbox and everything in it; return the exit status. A later run starts a new one."""
@@ -95,7 +95,7 @@ class LocalSandbox:
         if self._control is not None:
             return self._control
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        how = command(self.mechanism, self.python, self.limits, bundle(fork_server), theirs.fileno())
+        how = command(self.mechanism, self.python, self.limits, server=bundle(fork_server), socket=theirs.fileno())
         with theirs, tempfile.TemporaryFile() as said:
             try:
                 self._server = subprocess.Popen(

@@ -28,7 +28,7 @@ OWN = {"dspark": "deepspec", "dflash": "zlab"}
 
 def saved(kind, folder, dtype="float32", dialect=""):
     draft = BlockDraft(CONFIGS[kind], dialect or OWN[kind])
-    draft.save(str(folder), params_of(kind), IDS if draft.has_vocab_map else None, TARGET, dtype)
+    draft.save(str(folder), params_of(kind), IDS if draft.has_vocab_map else None, target=TARGET, dtype=dtype)
     return folder
 
 
@@ -96,7 +96,9 @@ def test_slots_that_a_format_cannot_state_are_saved_as_speculators(kind, tmp_pat
     folder = saved(kind, tmp_path / "draft", dialect="speculators")
     edit_config(folder, sample_from_anchor=kind == "dflash")
     draft = options(kind, folder)
-    draft.save(str(tmp_path / "again"), params_of(kind), IDS if draft.has_vocab_map else None, TARGET, "float32")
+    draft.save(
+        str(tmp_path / "again"), params_of(kind), IDS if draft.has_vocab_map else None, target=TARGET, dtype="float32"
+    )
     assert options(kind, tmp_path / "again") == draft and draft.longest == (4 if kind == "dflash" else 3)
     with pytest.raises(
         InputError, match=rf"draft\.dialect={OWN[kind]}: .* sample_from_anchor={str(kind == 'dflash').lower()}"
@@ -112,7 +114,7 @@ def test_a_drafter_with_layers_of_its_own_is_read_back(kind, dialect, tmp_path):
     target = dataclasses.replace(TARGET, yarn=Yarn(4.0, 64), experts=4, experts_per_token=2, dense_mlp=20)
     config, folder = dataclasses.replace(CONFIGS[kind], **own), str(tmp_path)
     draft, params = BlockDraft(config, dialect or OWN[kind]), drawn_params(network.param_specs(config))
-    draft.save(folder, params, IDS if draft.has_vocab_map else None, target, "float32")
+    draft.save(folder, params, IDS if draft.has_vocab_map else None, target=target, dtype="float32")
     assert make_method(DraftOptions(kind, path=folder), target).model.config == config
     written = read_config(tmp_path)
     written = written if not dialect else written["transformer_layer_config"]

@@ -18,7 +18,7 @@ from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.heads import drawn_params
 
-TARGET = Qwen3Config(24, 16, 6, 4, 2, 8, 20, tied=False, max_positions=64)
+TARGET = Qwen3Config(24, 16, 6, heads=4, kv_heads=2, head_dim=8, mlp=20, tied=False, max_positions=64)
 CONFIGS = {
     "dspark": network.block_config(TARGET, slots=4, layers=2, draft_vocab=10, markov=True),
     "dflash": network.block_config(TARGET, slots=4, layers=2, draft_vocab=24, markov=False),
@@ -46,7 +46,15 @@ def logits_of(kind, tokens, features, embed, lm_head, segments=None, positions=N
     positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
     rows = Rows(*map(stand_in, (tokens, positions, tokens, tokens > 0)), segments)
     tables = TargetTables(jnp.asarray(embed), jnp.asarray(lm_head))
-    inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"), anchors)
+    inputs = DraftInputs(
+        tables,
+        jnp.asarray(features),
+        jnp.zeros(()),
+        rows=rows,
+        steps=STEPS,
+        dtype=jnp.dtype("float32"),
+        anchors=anchors,
+    )
     outputs, table = BlockDraft(CONFIGS[kind], "").unrolled(params_of(kind), inputs, ONE)
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
@@ -155,7 +163,16 @@ def test_long_rows_go_in_parts_to_the_same_gradient(monkeypatch):
     def gradient():
         def loss(params):
             positions = jnp.arange(T, dtype=jnp.int32)[None]
-            found = network.unrolled(params, CONFIGS["dspark"], features, embed, tokens, positions, None, STEPS)
+            found = network.unrolled(
+                params,
+                CONFIGS["dspark"],
+                features,
+                embed=embed,
+                tokens=tokens,
+                positions=positions,
+                segments=None,
+                steps=STEPS,
+            )
             return jnp.sin(found).sum()
 
         return jax.jit(jax.grad(loss))(params_of("dspark"))

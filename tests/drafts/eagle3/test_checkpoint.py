@@ -21,7 +21,9 @@ from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, 
 from tests.helpers.heads import VARIANTS, random_params, torch_layout
 
 # Every size differs from every other, and N * H from D.
-TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
+TARGET = qwen3.Qwen3Config(
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
+)
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
 IDS = np.sort(np.random.default_rng(1).choice(TARGET.vocab, HEAD.draft_vocab, replace=False)).astype(np.int32)
 LAYER = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
@@ -253,7 +255,7 @@ def test_a_heads_own_length_limit_neither_clamps_nor_comes_back(dialect, copy, t
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == TARGET.max_positions
     stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, TARGET.max_positions))
-    written = write_head(head, stretched, "float32", dialect, "")
+    written = write_head(head, stretched, "float32", name=dialect, verifier="")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == stretched.longest == 4 * TARGET.max_positions
 

@@ -20,7 +20,9 @@ from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layo
 from tests.helpers.policies import row_positions
 
 # Every size differs from every other, and N * H from D.
-TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
+TARGET = qwen3.Qwen3Config(
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
+)
 HEAD = eagle3.eagle3_config(TARGET, 16)
 B, T, STEPS = 2, 8, 3
 ONE = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
@@ -92,7 +94,7 @@ def expected(name, inputs, row, start, first_position=0):
 @functools.partial(jax.jit, static_argnums=1)
 def unrolled_logits(params, head, features, embedded, first_position=0):
     positions = first_position + row_positions(embedded[..., 0])
-    outputs = eagle3.unrolled(params, head, features, embedded, STEPS, positions)
+    outputs = eagle3.unrolled(params, head, features, embedded=embedded, steps=STEPS, positions=positions)
     table = params["to_logits"].T if "to_logits" in params else params["unembed"]
     return jnp.einsum("SBTD,VD->SBTV", outputs, table, preferred_element_type=jnp.float32)
 
@@ -122,11 +124,13 @@ def test_serving_drafts_what_the_formula_says(name, inputs):
     def serve(params, features, embedded):
         hidden = eagle3.first_hidden(params, head.config, features)
         cache = head.init_cache(shape)
-        given = hidden[:, :start], embedded[:, 1 : start + 1], Paging(table, pairs[:, :start])
-        cache, fed, logits = head.write_pairs(params, *given, cache, ONE), hidden[:, start : start + 1], []
+        at, fed, logits = Paging(table, pairs[:, :start]), hidden[:, start : start + 1], []
+        cache = head.write_pairs(
+            params, hidden[:, :start], embedded[:, 1 : start + 1], pairs=at, cache=cache, partition=ONE
+        )
         for pair in range(start, start + STEPS):
             at = Paging(table, pairs[:, pair][:, None])
-            fed, cache = head.extend(params, fed, embedded[:, pair + 1][:, None], at, cache, ONE)
+            fed, cache = head.extend(params, fed, embedded[:, pair + 1][:, None], pairs=at, cache=cache, partition=ONE)
             logits.append(eagle3.draft_logits(params, head.config, fed)[:, 0])
         return jnp.stack(logits, axis=1)
 

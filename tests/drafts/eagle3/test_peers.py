@@ -25,7 +25,9 @@ NEEDS_SPECULATORS = (
     "needs speculators 0.9: `pip install speculators`, and `pip uninstall torchvision torchaudio` where torch is a CPU "
     "build, whose versions on PyPI do not go with it"
 )
-TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e6)
+TARGET = qwen3.Qwen3Config(
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e6
+)
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
 POLICY = random_policy(TARGET)
 T, STEPS = 11, 3
@@ -67,7 +69,9 @@ def our_logits(params, head, form):
     if form == "rollout":
         params = eagle3.inference_params(params, jnp.float32)
     embedded = POLICY["embed"][TOKENS][None]
-    outputs = eagle3.unrolled(params, head, FEATURES[None], embedded, STEPS, row_positions(TOKENS[None]))
+    outputs = eagle3.unrolled(
+        params, head, FEATURES[None], embedded=embedded, steps=STEPS, positions=row_positions(TOKENS[None])
+    )
     table = params["to_logits"].T if form == "rollout" else params["unembed"]
     return jnp.einsum("STD,VD->STV", outputs[:, 0], table)
 
@@ -82,7 +86,7 @@ def assert_same(ours, theirs):
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("policy"))
-    hf.save_params(folder, POLICY, TARGET, "float32")
+    hf.save_params(folder, POLICY, TARGET, dtype="float32")
     return folder
 
 

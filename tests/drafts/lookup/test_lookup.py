@@ -62,7 +62,16 @@ def by_definition(tokens, length, group, sequence, lookup_cache, k, min_match, m
 
 @functools.partial(jax.jit, static_argnames=("k", "max_match"))
 def looked_up(tokens, length, group, sequence, lookup_cache, k, min_match, max_match):
-    return look_up(tokens, length, group, sequence, lookup_cache, k, min_match, max_match)
+    return look_up(
+        tokens,
+        length,
+        group,
+        sequence=sequence,
+        lookup_cache=lookup_cache,
+        k=k,
+        min_match=min_match,
+        max_match=max_match,
+    )
 
 
 @st.composite
@@ -287,8 +296,8 @@ def test_copies_in_the_place_of_a_heads_draft_have_positions_of_their_own(has_lo
         slots,
         jnp.uint32(0),
         lambda slots, seed: (drafted, slots.cache),
-        lambda tokens, paging, cache: (jnp.zeros((B, k + 1, 3)), cache),
-        StepOptions(lambda inputs, sampling: verified, Sampling(), eos_ids=()),
+        target_fn=lambda tokens, paging, cache: (jnp.zeros((B, k + 1, 3)), cache),
+        options=StepOptions(lambda inputs, sampling: verified, Sampling(), eos_ids=()),
     )
     expected = np.zeros(out.tokens.shape, np.int8)
     for b, start in enumerate(np.asarray(slots.length)):
@@ -349,7 +358,14 @@ def test_looking_up_in_a_loop_copies_no_corpus():
         draft, _ = lookup_drafter(3, 1).draft(None, slots, jnp.uint32(0), 3)
         where = slots.length[:, None] + jnp.arange(3)[None]
         return slots.replace(
-            lookup_cache=append(slots.lookup_cache, slots.group, slots.sequence, where, draft.tokens, slots.length)
+            lookup_cache=append(
+                slots.lookup_cache,
+                slots.group,
+                slots.sequence,
+                positions=where,
+                tokens=draft.tokens,
+                length=slots.length,
+            )
         )
 
     loop = jax.jit(lambda slots, n: jax.lax.fori_loop(0, n, body, slots), donate_argnums=0)
@@ -362,7 +378,9 @@ def fixed_drafter(deterministic, logits=True):
 
     def draft(params, slots, seed, k):
         tokens = jnp.broadcast_to(100 + jnp.arange(k), (B, k))
-        drafted = Draft(tokens, jnp.ones((B, k, 7)) if logits else None, jnp.full(B, deterministic), jnp.arange(7))
+        drafted = Draft(
+            tokens, jnp.ones((B, k, 7)) if logits else None, jnp.full(B, deterministic), vocab_map=jnp.arange(7)
+        )
         return drafted, slots.cache + 1
 
     return Drafter(3, draft, lambda params, text, cache: cache + text.length.sum())
@@ -372,8 +390,17 @@ def fixed_drafter(deterministic, logits=True):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic):
     slots = some_slots(cache=jnp.int32(5))
-    arrays = (slots.tokens, slots.length, slots.group, slots.sequence, slots.lookup_cache)
-    copied, matched = (np.asarray(x) for x in look_up(*arrays, 3, 1, 4))
+    found = look_up(
+        slots.tokens,
+        slots.length,
+        slots.group,
+        sequence=slots.sequence,
+        lookup_cache=slots.lookup_cache,
+        k=3,
+        min_match=1,
+        max_match=4,
+    )
+    copied, matched = (np.asarray(x) for x in found)
     threshold = 2
     long = matched >= threshold
     assert long.any() and (matched == threshold).any() and (matched == threshold - 1).any()
@@ -401,7 +428,7 @@ SAMPLES, EARLIER = 4, 2
 
 def generate(drafter, rule, histories=(None,), groups=0, seed=0):
     """Rollouts with each of `histories`, by one engine."""
-    limits = EngineConfig(6, 4, 16, 3, groups=groups, sequences=(SAMPLES + EARLIER) if groups else 0)
+    limits = EngineConfig(6, 4, 16, chunk=3, groups=groups, sequences=(SAMPLES + EARLIER) if groups else 0)
     engine = toys.toy_engine(limits, Sampling(1.0, rule=rule), (3,), 0, drafter, lengths=(drafter.length,))
     return [engine.generate(TABLE, PROMPTS, SAMPLES, seed=seed, history=history) for history in histories]
 
@@ -447,7 +474,7 @@ def test_the_joint_distribution_under_an_override_is_the_targets(rule):
     """
     table, N, prompt, sampling = toys.make_table(seed=4, V=3), 2**17, [1, 0, 2, 1], Sampling(1.0, rule=rule)
     drafter = lookup_override(toys.toy_drafter(DRAFT_TABLE[:3, :3], 2, 1.0), 2, 4)
-    limits = EngineConfig(N, 4, 4, 4, new_prompts=1, groups=1, sequences=3)
+    limits = EngineConfig(N, 4, 4, chunk=4, new_prompts=1, groups=1, sequences=3)
     engine = toys.toy_engine(limits, sampling, (99,), drafter=drafter, lengths=(2,))
     rollouts = engine.generate(table, [prompt], N, seed=6)
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)

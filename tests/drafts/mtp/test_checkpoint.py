@@ -93,7 +93,7 @@ def test_tensors_have_the_names_and_layouts_of_the_dialect(dialect, saved):
 
 
 def test_the_config_is_the_policys_with_one_mtp_layer_more(saved, tmp_path):
-    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, "float32")
+    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, dtype="float32")
     policy, head = (read_config(folder) for folder in (tmp_path, saved / "deepseek"))
     assert head == policy | {"num_nextn_predict_layers": 1}
 
@@ -120,7 +120,7 @@ def test_a_sharded_load_gives_the_same_head(saved):
 @both_dialects
 def test_a_checkpoint_of_the_whole_model(dialect, saved, tmp_path, partition):
     """The policy's tensors beside the head's, its copies of the policy's tables, and more MTP layers than one."""
-    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, "float32")
+    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, dtype="float32")
     head, prefix = read_tensors(saved / dialect), PREFIX[dialect]
     following = {"deepseek": f"model.layers.{TARGET.layers + 1}.", "mimo": "model.mtp_layers.1."}[dialect]
     more = {name.replace(prefix, following): -tensor for name, tensor in head.items()}
@@ -161,7 +161,7 @@ def test_a_missing_folder(tmp_path):
 
 
 def test_a_policy_without_a_head(tmp_path):
-    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, "float32")
+    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, dtype="float32")
     message = refusal(tmp_path)
     assert str(tmp_path) in message and "eh_proj" in message and "input_proj" in message
 

@@ -49,7 +49,9 @@ def inputs():
 def unrolled(params, inputs):
     """[STEPS, B, T, V] float32 logits."""
     hidden, embedded, lm_head = inputs
-    outputs = mtp.unrolled(params, CONFIG, hidden, embedded, STEPS, row_positions(embedded[..., 0]))
+    outputs = mtp.unrolled(
+        params, CONFIG, hidden, embedded=embedded, steps=STEPS, positions=row_positions(embedded[..., 0])
+    )
     return matmul("SBTD,VD->SBTV", outputs, lm_head)
 
 
@@ -117,11 +119,13 @@ def test_serving_drafts_what_training_does(params, inputs, start):
     def serve(fused, inputs):
         hidden, embedded, lm_head = inputs
         cache = DRAFT.init_cache(shape)
-        given = hidden[:, :start], embedded[:, 1 : start + 1], Paging(table, pairs[:, :start])
-        cache, fed, logits = DRAFT.write_pairs(fused, *given, cache, ONE), hidden[:, start : start + 1], []
+        at, fed, logits = Paging(table, pairs[:, :start]), hidden[:, start : start + 1], []
+        cache = DRAFT.write_pairs(
+            fused, hidden[:, :start], embedded[:, 1 : start + 1], pairs=at, cache=cache, partition=ONE
+        )
         for pair in range(start, start + STEPS):
             at = Paging(table, pairs[:, pair][:, None])
-            fed, cache = DRAFT.extend(fused, fed, embedded[:, pair + 1][:, None], at, cache, ONE)
+            fed, cache = DRAFT.extend(fused, fed, embedded[:, pair + 1][:, None], pairs=at, cache=cache, partition=ONE)
             logits.append(matmul("BD,VD->BV", fed[:, 0], lm_head))
         return jnp.stack(logits)
 

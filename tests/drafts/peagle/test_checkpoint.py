@@ -17,7 +17,7 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def saved(folder, dialect="speculators", name="new"):
-    PEagleDraft(CONFIGS[name], dialect).save(str(folder), params_of(name), IDS, TARGET, "float32")
+    PEagleDraft(CONFIGS[name], dialect).save(str(folder), params_of(name), IDS, target=TARGET, dtype="float32")
     return folder
 
 

@@ -44,7 +44,15 @@ def logits_of(name, tokens, features, embed, segments=None, positions=None, anch
     positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
     rows = Rows(*map(stand_in, (tokens, positions, tokens, tokens > 0)), segments)
     tables = TargetTables(jnp.asarray(embed), jnp.zeros((10, 16)))
-    inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"), anchors)
+    inputs = DraftInputs(
+        tables,
+        jnp.asarray(features),
+        jnp.zeros(()),
+        rows=rows,
+        steps=STEPS,
+        dtype=jnp.dtype("float32"),
+        anchors=anchors,
+    )
     outputs, table = PEagleDraft(CONFIGS[name]).unrolled(params_of(name), inputs, ONE)
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 

@@ -19,7 +19,7 @@ from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.policies import row_positions
 
-TARGET = qwen3.Qwen3Config(40, 24, 7, 4, 2, 8, 32, tied=True, max_positions=64)
+TARGET = qwen3.Qwen3Config(40, 24, 7, heads=4, kv_heads=2, head_dim=8, mlp=32, tied=True, max_positions=64)
 DRAFTS = {"eagle3": Eagle3Draft(eagle3.eagle3_config(TARGET, 16)), "mtp": MTPDraft(mtp.mtp_config(TARGET))}
 NETWORKS, FEATURES = {"eagle3": eagle3, "mtp": mtp}, {"eagle3": (3, 24), "mtp": (24,)}
 CONFIG = DRAFTS["eagle3"].config
@@ -46,7 +46,9 @@ def test_a_pair_reads_nothing_that_serving_would_not_have_yet(kind):
     def run(features, embedded):
         positions = row_positions(embedded[..., 0])
         unrolled = NETWORKS[kind].unrolled
-        return unrolled(params_of(kind), DRAFTS[kind].config, features, embedded, steps, positions)[:, :, t]
+        return unrolled(
+            params_of(kind), DRAFTS[kind].config, features, embedded=embedded, steps=steps, positions=positions
+        )[:, :, t]
 
     before = run(features, embedded)
     # Step i takes the token at t + 1 + i; those after the last step's are unknown.
@@ -73,7 +75,9 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
 
     def values():
         def loss(params, features):
-            out = eagle3.unrolled(params, CONFIG, features, embedded, 3, positions, segments)
+            out = eagle3.unrolled(
+                params, CONFIG, features, embedded=embedded, steps=3, positions=positions, segments=segments
+            )
             return jnp.sin(out).sum(), out
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, features)
@@ -95,7 +99,7 @@ def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
 
     def temporaries():
         def loss(params, features, embedded, positions):
-            return eagle3.unrolled(params, CONFIG, features, embedded, steps, positions).sum()
+            return eagle3.unrolled(params, CONFIG, features, embedded=embedded, steps=steps, positions=positions).sum()
 
         return jax.jit(jax.grad(loss)).lower(shapes, *rows, positions).compile().memory_analysis().temp_size_in_bytes
 
@@ -120,8 +124,9 @@ def test_pairs_beyond_the_pages_are_dropped_and_true_pairs_replace_provisional_o
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def write(first, last, cache):
-        given = embedded[:, first:last], embedded[:, first + 1 : last + 1], Paging(table, pairs[:, first:last])
-        return draft.write_pairs(params, *given, cache, ONE)
+        at = Paging(table, pairs[:, first:last])
+        hidden, following = embedded[:, first:last], embedded[:, first + 1 : last + 1]
+        return draft.write_pairs(params, hidden, following, pairs=at, cache=cache, partition=ONE)
 
     def entries(cache):
         return [by_position(cache.pages[:, :, which], table.read, 4) for which in (KEYS, VALUES)]

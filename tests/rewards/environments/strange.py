@@ -44,7 +44,7 @@ class Strange:
         if text in GARBAGE:
             return GARBAGE[text]
         if text == "end":
-            return Step(None, 1.0, True, {"steps": self.turns})
+            return Step(None, 1.0, True, info={"steps": self.turns})
         return Step([{"role": "user", "content": f"{self.seed} {self.turns} {os.getpid()}"}], 0.5)
 
     def path(self):

@@ -38,7 +38,7 @@ def talk(workers, *texts, seed=7, conversation=None):
     conversation, replies = conversation or workers.open({"answer": "x"}, seed), queue.SimpleQueue()
     found = []
     for i, text in enumerate(texts):
-        workers.submit(conversation, text, list(texts[:i]), replies)
+        workers.submit(conversation, text, list(texts[:i]), replies=replies)
         reply = replies.get(timeout=100)
         assert reply.session == conversation.session
         found.append(reply.outcome)
@@ -117,7 +117,7 @@ def test_conversations_that_have_ended_are_forgotten(strange):
     """By their environment, or by a limit; one that only begins is held by nobody."""
     first, second = strange.open({}, 0), strange.open({}, 1)
     replies = queue.SimpleQueue()
-    strange.submit(strange.open({}, 2), "", None, replies)
+    strange.submit(strange.open({}, 2), "", None, replies=replies)
     assert replies.get(timeout=100).outcome.messages == []
     talk(strange, "a", "b", conversation=first)
     talk(strange, "a", "end", conversation=second)
@@ -126,7 +126,7 @@ def test_conversations_that_have_ended_are_forgotten(strange):
     assert not strange._holders
     # Where a limit was not one after all, it is repeated.
     replies = queue.SimpleQueue()
-    strange.submit(first, "c", ["a", "b"], replies)
+    strange.submit(first, "c", ["a", "b"], replies=replies)
     assert replies.get(timeout=100).outcome.messages[0]["content"].split()[:2] == ["0", "3"]
 
 
@@ -162,7 +162,7 @@ def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(mon
     open_ones = [(workers.open({}, seed), []) for seed in range(6)]
     for _ in range(200):
         conversation, texts = rng.choice(open_ones[:3] if rng.random() < 0.5 else open_ones)
-        workers.submit(conversation, "a", list(texts), replies)
+        workers.submit(conversation, "a", list(texts), replies=replies)
         assert replies.get(timeout=100).outcome.failure == ""
         texts.append("a")
     workers.close()
@@ -180,12 +180,12 @@ def test_a_failure_costs_its_own_conversation(strange, text):
     others = [strange.open({}, seed) for seed in range(4)]
     replies = queue.SimpleQueue()
     for other in others:
-        strange.submit(other, "a", [], replies)
+        strange.submit(other, "a", [], replies=replies)
     assert {replies.get(timeout=100).outcome.failure for _ in others} == {""}
     bad = strange.open({}, 9)
-    strange.submit(bad, text, [], replies)
+    strange.submit(bad, text, [], replies=replies)
     for other in others:
-        strange.submit(other, "b", ["a"], replies)
+        strange.submit(other, "b", ["a"], replies=replies)
     found = {reply.session: reply.outcome for reply in (replies.get(timeout=100) for _ in range(5))}
     assert found[bad.session].failure == CAUSES.get(text, "error")
     for seed, other in enumerate(others):
@@ -201,7 +201,7 @@ def test_a_worker_that_dies_once_is_replaced_and_the_conversation_repeated(stran
 
 def test_workers_closed_during_a_turn_answer_with_an_error(strange):
     replies = queue.SimpleQueue()
-    strange.submit(strange.open({}, 0), "hang", [], replies)
+    strange.submit(strange.open({}, 0), "hang", [], replies=replies)
     time.sleep(0.5)
     strange.close()
     assert isinstance(replies.get(timeout=100), RuntimeError)
@@ -212,14 +212,14 @@ def test_environments_that_cannot_be_loaded_are_refused():
     assert "no reset" in workers_of("tests.rewards.environments.strange:GARBAGE").problem()
     assert "No module" in workers_of("no_such_module:Class").problem()
     with pytest.raises(Exception, match=r"environment\.name: .*no_such"):
-        Scorer((), environment=make_environment("no_such_module:Class", 1.0, 1, 1.0))
+        Scorer((), environment=make_environment("no_such_module:Class", 1.0, 1, memory=1.0))
 
 
 def test_workers_that_never_start_end_the_run(monkeypatch):
     workers = workers_of(STRANGE, count=1)
     monkeypatch.setattr("specrl_jax.rewards.process._BOOT", "{0}; import sys; sys.exit(1)")
     replies = queue.SimpleQueue()
-    workers.submit(workers.open({}, 0), "a", [], replies)
+    workers.submit(workers.open({}, 0), "a", [], replies=replies)
     assert isinstance(replies.get(timeout=100), NotScored)
     workers.close()
 
