@@ -58,7 +58,7 @@ class BigramDraft:
         return ()
 
     def update_cache(
-        self, params: Params, cache: tuple[()], paging: Paging, out: Output, partition: Partitioner
+        self, params: Params, cache: tuple[()], paging: Paging, *, out: Output, partition: Partitioner
     ) -> tuple[()]:
         return cache
 
@@ -70,7 +70,7 @@ class BigramDraft:
                 hidden = params.draft["embed"][last if token is None else token].astype(config.dtype)
                 return matmul("BD,VD->BV", hidden, params.draft["unembed"])
 
-            return draft_tokens(step, slots, seed, k, None, config), slots.cache
+            return draft_tokens(step, slots, seed, k=k, vocab_map=None, config=config), slots.cache
 
         return Drafter(config.length, draft, sync_cache=lambda params, text, cache: cache)
 
@@ -90,6 +90,13 @@ class BigramDraft:
         return None
 
     def save(
-        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: VocabMap,
+        *,
+        target: Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         save_folder(folder, hf_tensors(self.specs, params, dtype), {"architectures": ["Bigram"]})
