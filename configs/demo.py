@@ -6,7 +6,7 @@ A policy of 12 M parameters works sums digit by digit (`data.task=walk`) and mos
 drafts five tokens and learns online. One sequence is decoded at a time, so an iteration is bound by reading the
 weights, as it is on a GPU with few long rollouts. Both are in `experiments/demo/`.
 
-Hardware: 2 CPU cores, 4 GiB. Time, accuracy and speedup of three seeds: docs/demo.md. `:smoke` runs the
+Hardware: 2 CPU cores, 4 GiB. Time, accuracy and speedup of three seeds: docs/quickstart.md. `:smoke` runs the
 same steps with a random seven-layer policy and a random head, in seconds.
 """
 

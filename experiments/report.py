@@ -162,12 +162,19 @@ def joined(texts: Iterable[str]) -> str:
 
 
 def summary(found: Sequence[tuple[str, Claim]]) -> str:
-    """Return how many claims of the paper have each direction and each size."""
-    counts = []
-    for field, values in (("direction", (SHOWN, OPPOSITE, UNDECIDED)), ("size", SIZES)):
+    """Return how many claims have each size and each direction, and which claims these counts are of."""
+
+    def counted(field: str, values: Sequence[str]) -> tuple[int, str]:
         of = collections.Counter(getattr(claim, field) for _, claim in found)
-        counts.append(f"{field}: " + ", ".join(f"{of[value]} {value}" for value in values))
-    return f"Claims by {'; by '.join(counts)}."
+        return sum(of[value] for value in values), ", ".join(f"{of[value]} {value}" for value in values)
+
+    (sized, sizes), (directed, directions) = counted("size", SIZES), counted("direction", (SHOWN, OPPOSITE, UNDECIDED))
+    return (
+        f"Of the {len(found)} rows of [the table of claims](../docs/results.md#the-claims-of-the-paper) {sized} have a "
+        "value in the paper. A measurement that two folders show is two rows.\n\n"
+        f"* Size, of these {sized}: {sizes}.\n"
+        f"* Direction, of the {directed} of them that are no levels (tokens per verification): {directions}."
+    )
 
 
 def write_pages(found: Sequence[tuple[str, Claim]]) -> None:
@@ -182,7 +189,7 @@ def folders_page(found: Sequence[tuple[str, Claim]]) -> str:
     """Return the page of the whole reproduction as HTML."""
     now = datetime.date.today().isoformat()
     parts = [f"<h1>specrl_jax: the reproduction of arXiv 2604.26779</h1><p>{now}; {version_text()}</p>"]
-    parts.append(render(f"{RULE} Claims that need an accelerator were not tested.", HERE))
+    parts.append(render(f"{RULE}\n\nClaims that need an accelerator were not tested.", HERE))
     parts.append(render(claims_table(found, "#{}"), HERE))
     for folder in (*CLAIM_FOLDERS, *OTHER_FOLDERS):
         if (readme := HERE / folder / "README.md").exists():

@@ -66,15 +66,18 @@ def percent(share: float) -> str:
 EQUAL = 0.05  # largest difference that counts as none, relative
 NEAR = 0.15  # of the paper's value, for sizes
 # The one rule, quoted beside every table of claims.
-RULE = (
-    "**Direction.** Ratios have 95 % log-t intervals: Student's t on the logarithms of the paired ratios. *shown*: the "
-    "interval lies on the paper's side of 1; *opposite*: on the other; *undecided*: it contains 1. Where the paper has "
-    f"no difference (at most {percent(EQUAL)}): *shown* within {percent(EQUAL)} of none, *opposite* outside, "
-    "*undecided* across that bound. Shares have t on their values, and 0 for 1; levels (tokens per verification) have "
-    f"no direction. **Size.** *within the interval*: ours contains the paper's value; else *within {percent(NEAR)}* of "
-    "it, *larger* or *smaller*. Simulated: 90 % of the draws in place of 95 %; "
-    "traces: 95 % of resampled rollouts."
-)
+RULE = "\n".join((
+    "How a claim is judged:\n",
+    "* **Interval**: 95 %. Of a ratio log-t, Student's t on the logarithms of the paired ratios; of a share or a level "
+    "Student's t on its values. Simulated: 90 % of the draws. Traces: 95 % of resampled rollouts.",
+    "* **Direction**, of ratios and shares. *shown*: the interval lies on the paper's side of 1 (shares: of 0); "
+    "*opposite*: on the other side; *undecided*: it contains 1 (shares: 0).",
+    f"* **Direction where the paper has no difference** (at most {percent(EQUAL)}). *shown*: the interval lies within "
+    f"{percent(EQUAL)} of none; *opposite*: outside; *undecided*: across that bound.",
+    f"* **Size**. *within the interval*: it contains the paper's value; else *within {percent(NEAR)}* of that value; "
+    "else *larger* or *smaller*.",
+    "* Levels (tokens per verification) have a size and no direction.",
+))  # fmt: skip
 SHOWN, OPPOSITE, UNDECIDED = "shown", "opposite", "undecided"
 ABSENT, NOT_RUN, ONE_SEED = "not in the paper", "not run", "one seed"
 SIZES = (WITHIN, NEARBY, LARGER, SMALLER) = ("within the interval", f"within {percent(NEAR)}", "larger", "smaller")

@@ -1,7 +1,7 @@
 """specrl_jax: lossless speculative rollouts for RL post-training of language models, in JAX.
 
-`__all__` is the public API, see docs/api.md. Each name is imported when it is first used, so `import specrl_jax` and a
-reward process import no jax.
+`__all__` is the public API, see docs/tasks.md. Each name is imported when it is first used, so `import specrl_jax` and
+a reward process import no jax.
 """
 
 import importlib

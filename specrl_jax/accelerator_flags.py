@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 # Of a GPU's memory; jax takes 0.75 by itself. The rest is for NCCL, cuBLAS, cuDNN and graphs.
 GPU_MEMORY = 0.9
-# By accelerator, the environment variable that holds flags, and the flags.
+# By accelerator, the environment variable that holds flags, and the flags. Not set: command buffers, into which XLA
+# puts kernels and library calls by itself (the whole iteration with CUDA 13, the stretches between Pallas kernels with
+# CUDA 12); pipelined gathers and reduce-scatters, with which temporaries of the 8B's update on eight H200 grow from
+# 14.9 to 18.6 GB. That update is scheduled alike without the first flag, which is for GPUs that XLA has no times of.
 XLA_FLAGS: dict[str, tuple[str, dict[str, str]]] = {
     "cuda": ("XLA_FLAGS", {"--xla_gpu_enable_latency_hiding_scheduler": "true"}),
     # Not xla_tpu_enable_async_collective_fusion: libtpu compiles no gather with it for v5p and v6e.

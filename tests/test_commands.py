@@ -236,7 +236,7 @@ def test_a_mark_is_the_paragraph_before_a_block(check, tmp_path):
 
 def test_recipes_of_others_are_translated(check, tmp_path):
     """Each section's command has the sizes of the recipe that it translates."""
-    parts = re.split(r"^## (.*)$", (ROOT / "docs/coming_from.md").read_text(), flags=re.M)
+    parts = re.split(r"^## (.*)$", (ROOT / "experiments/recipes/README.md").read_text(), flags=re.M)
     shown = {name: [c.words for c in commands(text, tmp_path)[0]] for name, text in zip(parts[1::2], parts[2::2])}
     found = {name: [check(words).grpo for words in some] for name, some in shown.items()}
     sizes = {name: [(g.prompts_per_step, g.group_size, g.minibatches) for g in some] for name, some in found.items()}

@@ -15,12 +15,11 @@ from specrl_jax.config import base
 from tests.helpers.runs import ROOT, process_environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")])
-PAGES.append(ROOT / "experiments/accelerator/queue.md")
+PAGES += [ROOT / "experiments/accelerator/queue.md", ROOT / "tests/README.md"]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 NOT_OURS = {"section.key"}  # a placeholder
 COMING_FROM = ROOT / "docs/coming_from.md"
-# Files that docs/add_a_drafter.md and docs/contributing.md have the reader write.
-EXAMPLES = {"specrl_jax/drafts/repeat/draft.py", "specrl_jax/drafts/bigram/draft.py", "configs/countdown_tiny.py"}
+EXAMPLES = {"configs/countdown_tiny.py"}  # files that docs/contributing.md has the reader write
 FILES = ("csv", "json", "jsonl", "md", "png", "py")
 FOLDERS = ("configs/", "docs/", "experiments/", "kernels_pallas/", "specrl_jax/", "tests/")
 
@@ -43,8 +42,9 @@ def code_spans(text):
 @pytest.mark.parametrize(("mark", "marker"), [("", "not slow and not long"), (" (slow)", "slow and not long")])
 def test_the_tests_that_the_page_on_testing_names_run_where_it_says(mark, marker):
     """In `make test`, and those marked (slow) in `make test-slow`."""
-    table = (ROOT / "docs/testing.md").read_text().partition("| property | test |")[2]
-    named = {span for span, slow in re.findall(r"`(tests/[^`\n]+)`( \(slow\))?", table) if slow == mark}
+    table = (ROOT / "tests/README.md").read_text().partition("| property | test |")[2]
+    spans = re.findall(r"`([\w/]+\.py(?:::\w+)?)`( \(slow\))?", table)
+    named = {f"tests/{span}" for span, slow in spans if slow == mark}
     files = sorted({span.partition("::")[0] for span in named})
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-m", marker, "-p", "no:cacheprovider", *files]
     out = subprocess.run(collect, cwd=ROOT, env=process_environment(), capture_output=True, text=True, check=True)
@@ -79,8 +79,8 @@ def test_a_list_after_a_paragraph_has_an_empty_line_before_it(page):
 @pages
 def test_config_keys_exist(page):
     text, config = page.read_text(), base()
-    if page == COMING_FROM:  # whose tables have keys of others in their first column
-        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.M)
+    if page == COMING_FROM:  # whose tables have keys of others behind their first column
+        text = re.sub(r"^(\|[^|]*\|).*", r"\1", text, flags=re.M)
     shown = re.findall(r"--config\.([\w.]+)=", text)
     sections = [name for name in config if isinstance(config[name], ConfigDict)]
     # `draft.kind`, `draft.kind=none`; not `draft.csv`.
@@ -92,7 +92,8 @@ def test_config_keys_exist(page):
 def test_the_translated_reward_pays_for_answer_and_tags():
     """As vtc_env_reward of tunix's demo does."""
     scope = {}
-    exec(re.search(r"```python\n(.*?)```", COMING_FROM.read_text(), re.S)[1], scope)
+    page = (ROOT / "experiments/recipes/README.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], scope)
     tags = "so </reasoning>\n<answer>{}</answer>"
     responses = [tags.format(r"\boxed{1,080}"), r"\boxed{1080}", tags.format(r"\boxed{7}"), "1080"]
     paid = [scope["tagged"](response, "1080") for response in responses]
@@ -101,6 +102,17 @@ def test_the_translated_reward_pays_for_answer_and_tags():
 
 def test_the_readme_has_at_most_ten_kilobytes():
     assert (ROOT / "README.md").stat().st_size <= 10_240
+
+
+def test_the_documentation_has_at_most_twenty_pages():
+    assert len([*(ROOT / "docs").glob("*.md")]) <= 20
+
+
+def test_a_page_has_at_most_ten_kilobytes_unless_a_program_writes_it():
+    """docs/config.md is written as a whole, docs/results.md has the table of claims."""
+    written = {"config.md", "results.md"}
+    sizes = {page.name: page.stat().st_size for page in (ROOT / "docs").glob("*.md") if page.name not in written}
+    assert {name: size for name, size in sizes.items() if size > 10_240} == {}
 
 
 @pages

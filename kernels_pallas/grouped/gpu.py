@@ -7,6 +7,9 @@ order, depends on nothing but the row and its expert.
 
 Matrices in 8 bits are converted block by block on the way from shared memory to shared memory, exactly; the scale of a
 column multiplies its sum.
+
+tokamax 0.0.12 has such a kernel, but it does not lower for a GPU that is not there, so neither tests nor a dry run
+could compile it; its tiles have at least 64 rows, where decoding has 16, and gate, up and SwiGLU are not joined.
 """
 
 import functools

@@ -3,7 +3,7 @@
 A step begins `grpo.oversample` groups more than it learns from, and ends once enough are complete. The others are
 dropped, or, with `rollout.carry`, go on in the next step with their tokens. Either way a rollout's length decides when
 it is learned from, and carried tokens are of older weights: the rollouts of a step are no sample of its policy (by how
-much, on a toy: docs/scaling.md).
+much, on a toy: experiments/early_rollouts/README.md).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The drafters of docs/add_a_drafter.md: their code runs, and rollouts with them equal those without."""
+"""The drafters of docs/contributing.md: their code runs, and rollouts with them equal those without."""
 
 import re
 import sys
@@ -19,18 +19,17 @@ from specrl_jax.models.layers import init_params
 from tests.helpers import rollouts, toys
 from tests.helpers.runs import ROOT
 
-PAGE = (ROOT / "docs" / "add_a_drafter.md").read_text()
-# In the page's order: a drafter's file, then its line in the table.
-NAMES = [(what, name) for name in ("repeat", "bigram") for what in ("file", "line")]
-BLOCKS = dict(zip(NAMES, re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)))
+EXAMPLES = ROOT / "tests/drafts/examples"  # the modules that the page names
+# The page's lines in the table, by name.
+LINES = dict(re.findall(r'^"(\w+)": (Kind\(.*\)),$', (ROOT / "docs/contributing.md").read_text(), re.M))
 
 
 def module_of(name, monkeypatch):
-    """The page's module, imported as if it stood in its folder."""
+    """The example, imported as if it stood in its folder."""
     path = f"specrl_jax.drafts.{name}.draft"
     module = types.ModuleType(path)
     monkeypatch.setitem(sys.modules, path, module)
-    exec(BLOCKS["file", name], module.__dict__)
+    exec((EXAMPLES / f"{name}.py").read_text(), module.__dict__)
     return module
 
 
@@ -38,14 +37,13 @@ def module_of(name, monkeypatch):
 def kind(request, monkeypatch):
     """One of the page's kinds, in the table by the page's line."""
     module_of(request.param, monkeypatch)
-    line = eval("{" + BLOCKS["line", request.param] + "}", {"Kind": kinds.Kind})
-    monkeypatch.setattr(kinds, "KINDS", kinds.KINDS | line)
+    line = eval(LINES[request.param], {"Kind": kinds.Kind})
+    monkeypatch.setattr(kinds, "KINDS", kinds.KINDS | {request.param: line})
     return request.param
 
 
 def test_the_page_has_a_module_and_a_line_for_each_kind():
-    assert PAGE.count("```python\n") == len(NAMES)
-    assert all(f'"{name}": Kind(' in BLOCKS["line", name] for name in ("repeat", "bigram"))
+    assert sorted(LINES) == sorted(path.stem for path in EXAMPLES.glob("[!_]*.py")) == ["bigram", "repeat"]
 
 
 @pytest.mark.slow
