@@ -374,7 +374,7 @@ def stop_when(monkeypatch, name, step):
     stop, called = threading.Event(), getattr(loop, name)
 
     def call(*arguments, **named):
-        if step in arguments or step is None:
+        if step is None or step in arguments or named.get("step") == step:
             stop.set()
         return called(*arguments, **named)
 
