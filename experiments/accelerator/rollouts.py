@@ -165,7 +165,7 @@ def time_prefill(built: Built, weights: Weights, sizes: Sizes, vocab: int) -> fl
     limits = built.engine.config
     prompts = np.random.default_rng(0).integers(0, vocab, (sizes.prefilled, sizes.prompt)).tolist()
     for seed in range(2):
-        batch = ActiveBatch(built.engine, weights, Scheduler(limits, 0, prompts, 1, 0, None), seed=seed)
+        batch = ActiveBatch(built.engine, weights, Scheduler(limits, 0, prompts, samples=1), seed=seed)
         jax.block_until_ready(batch.slots)
         start = time.perf_counter()
         batch.prepare()

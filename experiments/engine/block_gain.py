@@ -124,7 +124,7 @@ def make_wave(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
 
     def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
         slots, carried = empty()
-        batch = Scheduler(limits, parts.pad_id, prompts, 1, 0, None).schedule(np.asarray(slots.pool.count))
+        batch = Scheduler(limits, parts.pad_id, prompts, samples=1).schedule(np.asarray(slots.pool.count))
         slots, _ = start(weights, slots, carried, batch)
         expected = np.zeros(2)
         while not slots.done.all():

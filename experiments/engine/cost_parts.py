@@ -109,7 +109,7 @@ def iteration(case: Case, k: int, count: int) -> Timed:
     )
 
     def run() -> float:
-        batch = ActiveBatch(case.engine, case.weights, Scheduler(limits, 0, prompts, 1, 0, None), seed=0)
+        batch = ActiveBatch(case.engine, case.weights, Scheduler(limits, 0, prompts, samples=1), seed=0)
         batch.prepare()
         batch.decode(Choice(k, WARM))
         chunk, statistics = batch.decode(Choice(k, count))

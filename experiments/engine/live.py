@@ -170,7 +170,7 @@ def pages(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
         head = DraftOptions("eagle3", random_head(folder, sizes))
         for page_tokens in (16, 64):
             engine, weights = Ours(folder, head, 3, page_tokens=page_tokens).engine(work)
-            scheduler = Scheduler(engine.config, engine.pad_id, work.prompts, GROUP, 0, None, work.responses)
+            scheduler = Scheduler(engine.config, engine.pad_id, work.prompts, samples=GROUP, responses=work.responses)
             batch = ActiveBatch(engine, weights, scheduler, seed=0)
             pool = sum(x.nbytes for x in jax.tree.leaves(batch.slots.cache))
             held, live = max(page_use(batch, engine, work))

@@ -92,8 +92,12 @@ class VerifyInputs:
         """Return how each row is sampled."""
         if self.sampling is not None:
             return self.sampling
-        values = (jnp.float32, sampling.temperature), (jnp.int32, sampling.top_k), (jnp.float32, sampling.top_p)
-        return RowSampling(*(jnp.full(len(self.draft.tokens), value, dtype) for dtype, value in values))
+        rows = len(self.draft.tokens)
+        return RowSampling(
+            temperature=jnp.full(rows, sampling.temperature, jnp.float32),
+            top_k=jnp.full(rows, sampling.top_k, jnp.int32),
+            top_p=jnp.full(rows, sampling.top_p, jnp.float32),
+        )
 
 
 @jax.tree_util.register_dataclass

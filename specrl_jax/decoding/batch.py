@@ -218,9 +218,17 @@ class ActiveBatch(Generic[Params, Cache]):
             self._make_room()
         iterations, verifications = int(statistics.iterations), int(statistics.verifications)
         live = float((length + statistics.length)[running].mean()) / 2
-        tokens = int((statistics.length - length)[running].sum())
-        counts = iterations, verifications, switch_seconds, live, tokens, len(finished)
-        chunk = DecodeChunk(self.size, k, seconds, *counts)
+        chunk = DecodeChunk(
+            self.size,
+            k,
+            seconds,
+            iterations=iterations,
+            verifications=verifications,
+            switch_seconds=switch_seconds,
+            live=live,
+            tokens=int((statistics.length - length)[running].sum()),
+            finished=len(finished),
+        )
         if iterations:
             self._chunks.append(chunk)
         return chunk, statistics

@@ -74,14 +74,17 @@ class _Throwaway(Generic[Params, Cache]):
         self._engine, self._params, self._seed = engine, params, seed
         slots = engine.config.num_slots
         cycled = [prompts[j % len(prompts)] for j in range(-(-slots // samples))]
-        self._requests = engine.config, engine.pad_id, cycled, samples
+        self._prompts, self._samples = cycled, samples
         self._batch: ActiveBatch[Params, Cache] | None = None
 
     def decode(self, size: int, choice: Choice) -> DecodeChunk:
         """Run one chunk of `size` rows."""
         if self._batch is None or (self._batch.finished and self._batch.scheduler.running < size):
             self._batch = None  # with its cache, before another one is made
-            scheduler = Scheduler(*self._requests, 0, None, sampling=self._engine.sampling)
+            engine = self._engine
+            scheduler = Scheduler(
+                engine.config, engine.pad_id, self._prompts, samples=self._samples, sampling=engine.sampling
+            )
             self._batch = ActiveBatch(self._engine, self._params, scheduler, seed=self._seed)
             self._batch.prepare()
             self._seed += 1

@@ -375,6 +375,6 @@ def _whole(shardings: Slots) -> NamedSharding | None:
 
 def abstract_prefill_batch(config: EngineConfig) -> PrefillBatch:
     """Return the ShapeDtypeStructs of a refill's input."""
-    scheduler = Scheduler(config, 0, prompts=[[0]], samples=1, first_id=0, history=None)
+    scheduler = Scheduler(config, 0, [[0]], samples=1)
     batch = scheduler.schedule(np.full(config.shards, config.shard_pages))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

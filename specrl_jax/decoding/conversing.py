@@ -168,7 +168,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
             limit[row] = min(end + self._turns.turn_tokens, waiting.prompt + self._longest[request])
         if not count.any():
             return
-        new = Extension(*(stand_in(x) for x in (tokens, count, start, limit)))
+        new = Extension(stand_in(tokens), stand_in(count), stand_in(start), limit=stand_in(limit))
         self.slots = self._engine.compiled.extend(self._params, self.slots, new)
         self._counted = None
         for row in np.flatnonzero(count):

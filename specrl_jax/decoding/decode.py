@@ -36,8 +36,12 @@ def chunk_inputs(
 ) -> ChunkInputs:
     """Convert host numbers to the inputs of a compiled call; `stop_at_rows` of each of D shards, or of all."""
     rows = np.broadcast_to(stop_at_rows, (shards,)).astype(np.int32)
-    numbers = np.uint32(seed % 2**32), np.int32(max_iterations), rows, np.bool_(sync_cache)
-    return ChunkInputs(*(stand_in(x) for x in numbers))
+    return ChunkInputs(
+        stand_in(np.uint32(seed % 2**32)),
+        stand_in(np.int32(max_iterations)),
+        stop_at_rows=stand_in(rows),
+        sync_cache=stand_in(np.bool_(sync_cache)),
+    )
 
 
 def decode_chunk(
@@ -103,8 +107,8 @@ def _of_each_copy(
     if any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in config.copies):
         return loop
     specs = jax.tree.map(lambda sharding: _over(sharding.spec, config.copies), shardings)
-    by_copy = PartitionSpec(config.copies)
-    inputs = ChunkInputs(*(stand_in(spec) for spec in (PartitionSpec(), PartitionSpec(), by_copy, PartitionSpec())))
+    everywhere, by_copy = stand_in(PartitionSpec()), stand_in(PartitionSpec(config.copies))
+    inputs = ChunkInputs(everywhere, everywhere, stop_at_rows=by_copy, sync_cache=everywhere)
     return jax.shard_map(
         loop,
         mesh=mesh,

@@ -120,8 +120,20 @@ class Engine(Generic[Params, Cache]):
         c: Continuation[Params] = continuation or Continuation()
         if c.lookahead is not None:
             responses = [*responses, *[self.response_tokens] * len(c.lookahead.prompts) * samples]
-        shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
-        scheduler = Scheduler(self.config, self.pad_id, *shared, sampling=self.sampling, greedy=self.greedy)
+        scheduler = Scheduler(
+            self.config,
+            self.pad_id,
+            prompts,
+            samples=samples,
+            first_id=first_id,
+            history=history,
+            responses=responses,
+            lookahead=c.lookahead,
+            earlier=c.earlier_tokens(),
+            finished=c.finished_ids(),
+            sampling=self.sampling,
+            greedy=self.greedy,
+        )
         look = functools.partial(on_progress, 0, scheduler.asked)
         look()
         wanted = self._compile_for(params, scheduler.total, lengths, look)
@@ -179,12 +191,11 @@ class Engine(Generic[Params, Cache]):
             self.config,
             self.pad_id,
             [],
-            samples,
-            0,
-            history,
-            longest,
-            lookahead,
-            earlier,
+            samples=samples,
+            history=history,
+            responses=longest,
+            lookahead=lookahead,
+            earlier=earlier,
             sampling=self.sampling,
         )
         wanted = self._compile_for(params, scheduler.total, lengths, lambda: None)

@@ -84,8 +84,8 @@ def release(pool: Pool, held: Held, rows: jax.Array) -> tuple[Pool, Held]:
         pool.free, jnp.where(freed, order, C), ids
     )
     pool = Pool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
-    none = jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared)
-    return pool, Held(jnp.where(rows[:, None], C, held.table), *none)
+    table = jnp.where(rows[:, None], C, held.table)
+    return pool, Held(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared))
 
 
 def share(pool: Pool, prompts: Held, source: jax.Array, pages: jax.Array) -> tuple[Pool, Held]:

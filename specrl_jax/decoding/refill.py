@@ -149,8 +149,11 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
 def _earlier(old: Earlier, batch: PrefillBatch, start: Callable[[jax.Array, jax.Array], jax.Array]) -> Earlier:
     """Return the tokens of earlier weights, those of fresh slots replaced by `start`."""
     assert batch.earlier is not None and batch.earlier_length is not None, "the engine takes such tokens"
-    none = jnp.zeros_like(old.kept)
-    return Earlier(*(start(*both) for both in zip((batch.earlier, batch.earlier_length, none), old)))
+    return Earlier(
+        start(batch.earlier, old.tokens),
+        start(batch.earlier_length, old.length),
+        start(jnp.zeros_like(old.kept), old.kept),
+    )
 
 
 def _prefill(

@@ -133,8 +133,14 @@ def _read_yarn(raw: ConfigJson, scaling: Rope, positions: int | None) -> Yarn | 
     if magnitude is None and scaling.mscale and scaling.mscale_all_dim:
         whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
         magnitude = yarn_magnitude(scaling.factor, scaling.mscale) / whole
-    betas = scaling.beta_fast or 32.0, scaling.beta_slow or 1.0
-    return Yarn(scaling.factor, original, *betas, magnitude, scaling.truncate)
+    return Yarn(
+        scaling.factor,
+        original,
+        beta_fast=scaling.beta_fast or 32.0,
+        beta_slow=scaling.beta_slow or 1.0,
+        attention_factor=magnitude,
+        truncate=scaling.truncate,
+    )
 
 
 def rope_scaling(yarn: Yarn | None) -> dict[str, object]:

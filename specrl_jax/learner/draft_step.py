@@ -133,10 +133,12 @@ def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner, replays: 
         lm_head = lm_head if vocab_map is None else lm_head[vocab_map]
         return TargetTables(params["embed"], lm_head, vocab_map if replays else None)
 
-    table = partition.sharding(("vocab", "embed"))
-    # The draft vocabulary need not divide over `vocab`.
-    shardings = table, partition.sharding((None, "embed")), partition.replicated
-    return jax.jit(read, out_shardings=TargetTables(*(stand_in(x) for x in shardings)))
+    shardings = TargetTables(
+        embed=stand_in(partition.sharding(("vocab", "embed"))),
+        lm_head=stand_in(partition.sharding((None, "embed"))),  # the draft vocabulary need not divide over `vocab`
+        vocab_map=stand_in(partition.replicated),
+    )
+    return jax.jit(read, out_shardings=shardings)
 
 
 def make_draft_step(
@@ -176,8 +178,10 @@ def make_draft_step(
     def gradient(
         state: TrainState, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
     ) -> tuple[_Sums, None]:
-        found, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, tables, counts, features, rows)
-        return _Sums(found, *sums), None
+        found, (loss, diagnostics) = jax.grad(loss_sum, has_aux=True)(
+            state.params, state, tables, counts=counts, features=features, rows=rows
+        )
+        return _Sums(found, loss, diagnostics), None
 
     def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, DraftMetrics]:
         norm = optax.tree.norm(sums.gradient)
@@ -261,10 +265,16 @@ def _in_draft_vocabulary(kept: KeptTokens | None, tables: TargetTables) -> KeptT
 def _diagnostics(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:
     """Return diagnostics whose leaves are Means, so that microbatches add up."""
     terms = jax.lax.stop_gradient(terms)
-    values = terms.entropy, terms.cross_entropy - terms.entropy, cumulative_acceptance(terms)
-    return DraftDiagnostics(*[cast(jax.Array, step_means(x, pairs)) for x in values])
+    return DraftDiagnostics(
+        target_entropy=cast(jax.Array, step_means(terms.entropy, pairs)),
+        kl=cast(jax.Array, step_means(terms.cross_entropy - terms.entropy, pairs)),
+        acceptance=cast(jax.Array, step_means(cumulative_acceptance(terms), pairs)),
+    )
 
 
 def _values(sums: DraftDiagnostics) -> DraftDiagnostics:
-    sums_of = (cast(Mean, x) for x in (sums.target_entropy, sums.kl, sums.acceptance))
-    return DraftDiagnostics(*[mean.value() for mean in sums_of])
+    return DraftDiagnostics(
+        target_entropy=cast(Mean, sums.target_entropy).value(),
+        kl=cast(Mean, sums.kl).value(),
+        acceptance=cast(Mean, sums.acceptance).value(),
+    )

@@ -298,9 +298,13 @@ def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weight
     """Compute the engines' weights from the learner's state, wait until they are ready, and return their version."""
     draft = state.draft.params if state.draft else None
     weights = rollout.prepare_step(learner.merged(state.policy), draft, state.vocab_map)
-    versions = int(state.policy.step), int(state.draft.step) if state.draft else 0
     jax.block_until_ready(weights)
-    return weights, WeightsVersion(*versions, checksum=int(weights.checksum))
+    version = WeightsVersion(
+        weights_version=int(state.policy.step),
+        draft_version=int(state.draft.step) if state.draft else 0,
+        checksum=int(weights.checksum),
+    )
+    return weights, version
 
 
 def make_scorer(config: Config, first: Sequence[Row], own: Sequence[OwnAnswer] = ()) -> Scorer:

@@ -116,8 +116,16 @@ def open_inputs(
     shared = [json.loads(text) for text in exchange(own)]
     with contextlib.ExitStack() as ending:
         with refused_together():
-            sizes = shared[0][0], min(memory for _, memory in shared)
-            found = _find(config, workdir, *sizes, train, rewards, (checking, opening), ending)
+            found = _find(
+                config,
+                workdir,
+                recorded=shared[0][0],
+                memory=min(memory for _, memory in shared),
+                train=train,
+                rewards=rewards,
+                calls=(checking, opening),
+                ending=ending,
+            )
         if any(len(group) > 1 for group in found.plan.groups.groups):
             # One engine of several processes has one number of pages, whatever memory each of them found.
             agree({"rollout.cache_gb, in pages": found.plan.limits.pages})
@@ -130,7 +138,9 @@ def with_sizes(
     """Return the config with the sizes that it leaves open, by the problems and the machine."""
     if not left_open(config):
         return config
-    config = choose_sizes(config, model, machine, measured=measure(*problems.texts(), tokenizer))
+    prompts, solutions = problems.texts()
+    measured = measure(prompts, solutions, tokenizer)
+    config = choose_sizes(config, model, machine, measured=measured)
     validate(config)
     return config
 
@@ -138,6 +148,7 @@ def with_sizes(
 def _find(
     config: Config,
     workdir: str,
+    *,
     recorded: Mapping[str, object],
     memory: int,
     train: bool,

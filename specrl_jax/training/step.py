@@ -73,7 +73,9 @@ def train_step(
     with clock("data"):
         pipeline.draw()
     with clock("prepare"):
-        published = Published(*prepare(learner, rollout, state), speculation.observed)
+        weights, version = prepare(learner, rollout, state)
+        published = Published(weights, version, speculation.observed)
+        del weights
         weights_bytes = bytes_on_devices(published.weights) * jax.process_count() // len(rollout.plan.groups.own)
         pipeline.publish(step, published)
         del published  # in a synchronous run the rollout weights are gone before anything is learned

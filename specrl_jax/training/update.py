@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import distributed
-from specrl_jax.core import Params
+from specrl_jax.core import Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import TargetTables
 from specrl_jax.learner.batch import LearnerBatch
@@ -51,8 +51,13 @@ def compute_loss_inputs(learner: Learner, state: RunState, batch: LearnerBatch) 
         ref_logprobs = score(learner, reference, own)
     behaviour = batch.behaviour if o.correction != "none" else None
     loss_mask = batch.loss_mask if learner.plan.config.grpo.leaves_out else None
-    found = old_logprobs, ref_logprobs, batch.advantages, behaviour, loss_mask
-    return LossInputs(*[cast(jax.Array, x) for x in found])
+    return LossInputs(
+        old_logprobs=cast(jax.Array, old_logprobs),
+        ref_logprobs=cast(jax.Array, ref_logprobs),
+        advantages=stand_in(batch.advantages),
+        behaviour=cast(jax.Array, behaviour),
+        loss_mask=cast(jax.Array, loss_mask),
+    )
 
 
 def score(learner: Learner, params: Params, rows: Rows) -> np.ndarray:

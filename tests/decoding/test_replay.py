@@ -47,7 +47,7 @@ def test_every_replayed_draft_is_the_draft_of_that_moment(groups):
     engine_ = engine(drafter, groups)
 
     def slots_after(*chunks):
-        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, 2, 0, None), seed=1)
+        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, samples=2), seed=1)
         batch.prepare()
         for n in chunks:
             batch.decode(Choice(0, n))
@@ -101,7 +101,7 @@ def test_only_plain_chunks_of_replayable_drafters_are_replayed():
         (dataclasses.replace(drafter, replayable=False), 0, False),
     ):
         engine_ = engine(drafts)
-        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, SAMPLES, 0, None), seed=0)
+        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, samples=SAMPLES), seed=0)
         batch.prepare()
         _, statistics = batch.decode(Choice(k, None))
         assert (statistics.replayed is not None) == replays

@@ -19,7 +19,7 @@ def make(num_slots=4, prompts=5, samples=2, new_prompts=2, groups=3, sequences=3
     """(scheduler, its limits, prompts); prompt p is p + 1 times the token p."""
     limits = EngineConfig(num_slots, 6, 4, chunk=1, new_prompts=new_prompts, groups=groups, sequences=sequences)
     texts = [[p] * (p % 6 + 1) for p in range(prompts)]
-    return Scheduler(limits, PAD, texts, samples, first_id, history), limits, texts
+    return Scheduler(limits, PAD, texts, samples=samples, first_id=first_id, history=history), limits, texts
 
 
 class Book:
@@ -205,7 +205,7 @@ def test_rollouts_start_only_where_there_are_pages():
     """A prompt of 40 tokens has 3 pages, each rollout one of its own, and a running row may take one an iteration."""
     limits = EngineConfig(8, 48, 4, chunk=1, page_tokens=16)
     prompts = [[1] * 40, [2] * 40]
-    scheduler = Scheduler(limits, PAD, prompts, 4, 0, None)
+    scheduler = Scheduler(limits, PAD, prompts, samples=4)
     batch = scheduler.schedule(np.array([3 + 2 * 2 + 1]))
     assert batch.fresh.sum() == 2 and batch.carry == [1], "3 + 2 pages, and 2 for the next iteration"
     assert scheduler.schedule(np.array([3])) is None
@@ -217,13 +217,13 @@ def test_rollouts_start_only_where_there_are_pages():
 
 
 def test_a_shard_where_nothing_runs_starts_one_whatever_the_pages():
-    scheduler = Scheduler(EngineConfig(8, 48, 4, chunk=1), PAD, [[1] * 40], 4, 0, None)
+    scheduler = Scheduler(EngineConfig(8, 48, 4, chunk=1), PAD, [[1] * 40], samples=4)
     assert scheduler.schedule(np.array([4])).fresh.sum() == 1
 
 
 def test_siblings_stay_on_one_shard_and_shards_fill_alike():
     limits = EngineConfig(8, 6, 4, chunk=1, shards=2, prefill_rows=2)
-    scheduler = Scheduler(limits, PAD, [[p] for p in range(4)], 3, 0, None)
+    scheduler = Scheduler(limits, PAD, [[p] for p in range(4)], samples=3)
     batch = scheduler.schedule(np.array([100, 100]))
     assert scheduler.owner.tolist() == [0, 1, 2, 6, 3, 4, 5, 9]
     assert batch.carry.tolist() == [2, 2] and batch.source.tolist() == [1, 1, 1, 2] * 2

@@ -174,7 +174,7 @@ def plain_greedy(kind):
 def started(kind, prompts=PROMPTS):
     """Slots of the greedy engine, one prompt each, as they are before the first iteration."""
     programs, weights = engine_of(kind, GREEDY).compiled, weights_of(kind)
-    scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, prompts, 1, 0, None, sampling=GREEDY)
+    scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, prompts, samples=1, sampling=GREEDY)
     slots, carried = programs.empty(weights)
     while scheduler.waiting:
         batch = scheduler.schedule(np.array(slots.pool.count))
