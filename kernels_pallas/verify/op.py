@@ -24,6 +24,7 @@ OLDEST_GPU = 9.0  # compute capability: Mosaic GPU needs the instructions of Hop
 def verify(
     inputs: VerifyInputs,
     sampling: Sampling,
+    *,
     mesh: Mesh | None = None,
     rows: str | tuple[str, ...] | None = None,
     kernels: Kernels | None = None,

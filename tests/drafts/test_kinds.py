@@ -47,7 +47,9 @@ def saved(tmp_path_factory):
     for i, name in enumerate(VARIANTS):
         head = dataclasses.replace(HEAD, **VARIANTS[name])
         dialect = list(DIALECTS)[i % len(DIALECTS)]
-        eagle3_formats.save(str(folder / name), random_params(head), IDS, head, TARGET, "float32", dialect)
+        eagle3_formats.save(
+            str(folder / name), random_params(head), IDS, head=head, target=TARGET, dtype="float32", dialect=dialect
+        )
     return folder
 
 

@@ -58,11 +58,27 @@ def folders(tmp_path_factory):
     save("other_words", hf.save_params, random_params(other), other, dtype="float32")
     for dialect in mtp_formats.FORMATS:
         head = mtp.mtp_config(NANO)
-        save(f"mtp_{dialect}", mtp_formats.save, drawn(mtp.param_specs(head)), head, NANO, "float32", dialect)
+        save(
+            f"mtp_{dialect}",
+            mtp_formats.save,
+            drawn(mtp.param_specs(head)),
+            head,
+            target=NANO,
+            dtype="float32",
+            dialect=dialect,
+        )
     head = mtp.mtp_config(SMALLER)
-    save("mtp_of_another", mtp_formats.save, drawn(mtp.param_specs(head)), head, SMALLER, "float32")
+    save("mtp_of_another", mtp_formats.save, drawn(mtp.param_specs(head)), head, target=SMALLER, dtype="float32")
     head = eagle3.eagle3_config(DEEP, 16)
-    save("eagle3", eagle3_formats.save, drawn(eagle3.param_specs(head)), np.arange(16), head, DEEP, "float32")
+    save(
+        "eagle3",
+        eagle3_formats.save,
+        drawn(eagle3.param_specs(head)),
+        np.arange(16),
+        head=head,
+        target=DEEP,
+        dtype="float32",
+    )
     return root
 
 

@@ -85,6 +85,7 @@ def save(
     folder: str,
     params: Params,
     vocab_map: np.ndarray,
+    *,
     head: Eagle3Config,
     target: Qwen3Config,
     dtype: str,

@@ -132,4 +132,13 @@ class Eagle3Draft(RecurrentDraft):
         target_path: str = "",
     ) -> None:
         ids = np.asarray(vocab_map)
-        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
+        checkpoint.save(
+            folder,
+            params,
+            ids,
+            head=self.config,
+            target=target,
+            dtype=dtype,
+            dialect=self.dialect,
+            verifier=target_path,
+        )

@@ -100,7 +100,13 @@ def load_params(
 
 
 def save(
-    folder: str, params: Params, config: mtp.MTPConfig, target: qwen3.Qwen3Config, dtype: str, dialect: str = "deepseek"
+    folder: str,
+    params: Params,
+    config: mtp.MTPConfig,
+    *,
+    target: qwen3.Qwen3Config,
+    dtype: str,
+    dialect: str = "deepseek",
 ) -> None:
     """Write a folder that the loaders above read; its config.json is the target's with one MTP layer.
 

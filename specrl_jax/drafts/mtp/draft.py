@@ -98,4 +98,4 @@ class MTPDraft(RecurrentDraft):
         dtype: str,
         target_path: str = "",
     ) -> None:
-        checkpoint.save(folder, params, self.config, target, dtype, self.dialect)
+        checkpoint.save(folder, params, self.config, target=target, dtype=dtype, dialect=self.dialect)

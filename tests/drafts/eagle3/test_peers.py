@@ -95,7 +95,9 @@ def policy(tmp_path_factory):
 def test_a_head_of_ours_gives_the_same_logits_there(name, tmp_path, policy):
     head = dataclasses.replace(HEAD, **VARIANTS[name])
     params = random_params(head)
-    eagle3_formats.save(str(tmp_path), params, IDS, head, TARGET, "float32", "speculators", policy)
+    eagle3_formats.save(
+        str(tmp_path), params, IDS, head=head, target=TARGET, dtype="float32", dialect="speculators", verifier=policy
+    )
     module = peer(tmp_path)
     theirs = peer_logits(module)
     for form in ("learner", "rollout"):
@@ -122,7 +124,14 @@ def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, par
     """Written by their module with its copy of the embedding, read here."""
     head = dataclasses.replace(HEAD, **VARIANTS[name])
     eagle3_formats.save(
-        str(tmp_path / "ours"), random_params(head), IDS, head, TARGET, "float32", "speculators", policy
+        str(tmp_path / "ours"),
+        random_params(head),
+        IDS,
+        head=head,
+        target=TARGET,
+        dtype="float32",
+        dialect="speculators",
+        verifier=policy,
     )
     module = peer(tmp_path / "ours")
     module.save_pretrained(tmp_path / "theirs")
@@ -136,7 +145,16 @@ def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, par
 @pytest.mark.slow
 def test_what_they_take_when_norm_before_residual_is_not_said(tmp_path, policy):
     """Their default is not vLLM's, which is ours: a config that leaves it out is two heads, so none is written."""
-    eagle3_formats.save(str(tmp_path), random_params(HEAD), IDS, HEAD, TARGET, "float32", "speculators", policy)
+    eagle3_formats.save(
+        str(tmp_path),
+        random_params(HEAD),
+        IDS,
+        head=HEAD,
+        target=TARGET,
+        dtype="float32",
+        dialect="speculators",
+        verifier=policy,
+    )
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw.pop("norm_before_residual") is False
     (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -35,7 +35,7 @@ def random_params(dtype="float32"):
 def save(folder, dialect, dtype="float32"):
     """The parameters, exactly representable in `dtype`."""
     params = random_params(dtype)
-    mtp_formats.save(str(folder), params, HEAD, TARGET, dtype, dialect)
+    mtp_formats.save(str(folder), params, HEAD, target=TARGET, dtype=dtype, dialect=dialect)
     return params
 
 
@@ -140,7 +140,7 @@ def test_positions_are_stretched_as_the_policys(folder, tmp_path):
     stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, 16))
     assert mtp_formats.load_config(str(folder), stretched) == dataclasses.replace(HEAD, yarn=Yarn(4.0, 16))
     head = mtp.mtp_config(stretched)
-    mtp_formats.save(str(tmp_path / "own"), random_params(), head, stretched, "float32")
+    mtp_formats.save(str(tmp_path / "own"), random_params(), head, target=stretched, dtype="float32")
     assert mtp_formats.load_config(str(tmp_path / "own"), stretched) == head
     other = dataclasses.replace(TARGET, yarn=Yarn(2.0, 16))
     assert "factor=4.0" in refusal(tmp_path / "own", other) and "factor=2.0" in refusal(tmp_path / "own", other)
