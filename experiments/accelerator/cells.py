@@ -25,9 +25,9 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.dry_run.iteration import IterationBytes, iteration_bytes
 from specrl_jax.dry_run.measure import read_text
 from specrl_jax.models import qwen3
+from specrl_jax.models.flops import forward_flops
 from specrl_jax.models.layers import count_params
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.counts import forward_flops
 
 NO_TIME = "no time was left"
 WARM = 2  # iterations before those that are timed

@@ -17,8 +17,7 @@ from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.rl.objectives import LossInputs
-from specrl_jax.simulator.learner import logprob_passes
+from specrl_jax.rl.objectives import LossInputs, logprob_passes
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan

@@ -109,6 +109,7 @@ TABLE = {
     "scale_projection.grid": [Runs()],
     "scale_projection.updates": [Runs()],
     "scale_projection.validate": [Runs()],
+    "simulator": [RunBy("simulator/test_main.py")],
     "step_breakdown.plot": [STORED],
     "step_breakdown.train_phase": [Runs(OUTPUT)],
     "structure": [STORED],
