@@ -32,7 +32,7 @@ FOLDERS = ("configs/", "docs/", "experiments/", "kernels_pallas/", "specrl_jax/"
 # What a clone and a CPU suffice for. Other programs need a mark.
 PROGRAMS = ("python", "python3", "python3.11", "specrl", "make", "pip", "git")
 # Programs of experiments/ that import within no second.
-QUICK = ("experiments.launch", "experiments.simulator")
+QUICK = ("experiments.hlo", "experiments.launch", "experiments.simulator")
 MARK = re.compile(r"\b(GPUs?|TPUs?|Slurm|Kubernetes|MPI|hosts|account|download|your)\b.*:$", re.S | re.I)
 # bash gives this function every program that it does not find, and here it finds none.
 SHELL = 'command_not_found_handle() { printf "%s\\0" "$@" "" >>"$COMMANDS"; }; cd() { :; }; source() { :; }\n'
@@ -108,6 +108,8 @@ def check(monkeypatch):
         if name == "experiments.launch":
             options, _ = launch.parse(arguments)
             config_of(["--config", options.config, *arguments[split + 1 :]])
+        elif name == "experiments.hlo":
+            config_of(arguments)
         elif name == "experiments.simulator":
             simulator.parse([name, *arguments])
         elif name.startswith("experiments.") and takes_flags:

@@ -85,6 +85,7 @@ TABLE = {
     "grpo_step.losses": [Says(f"{OUTPUT} --trl runs/bare_python", r"--trl: \w+: not installed")],
     "grpo_step.packing": [Runs(OUTPUT)],
     "grpo_step.rows": [Runs(OUTPUT)],
+    "hlo": [RunBy("hlo/test_programs.py")],
     "kernels.run": [RunBy("test_kernels_run.py"), Says("--output out", "a Hopper or newer GPU or a TPU is needed")],
     "launch": [RunBy("test_launch.py")],
     "online_adaptation.report": [STORED],

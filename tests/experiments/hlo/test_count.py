@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specrl_jax.dry_run.count import count, type_bytes
+from experiments.hlo.count import count, type_bytes
 from specrl_jax.sharding import make_mesh
 
 M, K, N = 16, 32, 8

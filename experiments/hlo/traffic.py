@@ -14,7 +14,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from specrl_jax.dry_run.count import Instruction, dimensions, parse, type_bytes
+from experiments.hlo.count import Instruction, dimensions, parse, type_bytes
 
 # Instructions that move nothing: names, views, and the ends of what has been counted at its start.
 _FREE = {

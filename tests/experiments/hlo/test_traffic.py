@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.dry_run.iteration import iteration_bytes
-from specrl_jax.dry_run.traffic import Pool, traffic
+from experiments.hlo.iteration import iteration_bytes
+from experiments.hlo.traffic import Pool, traffic
 
 # A loop of unknown turns over a pool of 10 pages [2, 4, 8]: one row is written in place, a kernel reads the pool, a
 # fusion gathers a row and adds it to what the kernel returns. The gather's other use of the pool would be all of it.

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specrl_jax.dry_run.traffic import Pool, Traffic, traffic
+from experiments.hlo.traffic import Pool, Traffic, traffic
 
 
 @dataclasses.dataclass(frozen=True)
