@@ -16,7 +16,7 @@ Expected: unknown, since this project has not run this config on an accelerator.
 
 Time, by this project's simulator: 16 s a step without drafts (14 to 20), 200 steps in 0.9 hours,
 
-    python -m specrl_jax.simulator --config configs/rlzero_0p6b.py --devices 1 --hardware h100
+    python -m experiments.simulator --config configs/rlzero_0p6b.py --devices 1 --hardware h100
 
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """

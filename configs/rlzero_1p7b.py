@@ -16,7 +16,7 @@ Expected: unknown, since this project has not run this config on an accelerator.
 
 Time, by this project's simulator: 28 s a step without drafts (24 to 34), 200 steps in 1.5 hours,
 
-    python -m specrl_jax.simulator --config configs/rlzero_1p7b.py --devices 1 --hardware h100
+    python -m experiments.simulator --config configs/rlzero_1p7b.py --devices 1 --hardware h100
 
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """

@@ -19,7 +19,7 @@ of 4,096 in FP8; here it is bfloat16. The paper does not disclose what configs/r
 
 Time, by this project's simulator: 124 s a step without drafts (107 to 164), 400 steps in 13.8 hours,
 
-    python -m specrl_jax.simulator --config configs/rlzero_235b_a22b.py --devices 512 --hardware gb200
+    python -m experiments.simulator --config configs/rlzero_235b_a22b.py --devices 512 --hardware gb200
 
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """

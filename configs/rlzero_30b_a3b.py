@@ -17,7 +17,7 @@ on such hardware. Lengths and batch are those of configs/rlzero_8b.py, which say
 
 Time, by this project's simulator: 72 s a step without drafts (63 to 93), 400 steps in 8.0 hours,
 
-    python -m specrl_jax.simulator --config configs/rlzero_30b_a3b.py --devices 32 --hardware gb200
+    python -m experiments.simulator --config configs/rlzero_30b_a3b.py --devices 32 --hardware gb200
 
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """

@@ -20,10 +20,10 @@ from absl.testing import flagsaver
 from markdown_it import MarkdownIt
 
 from experiments import launch
+from experiments.simulator import __main__ as simulator
 from specrl_jax import cli
 from specrl_jax.config.validate import validate
 from specrl_jax.errors import InputError
-from specrl_jax.simulator import __main__ as simulator
 from tests.helpers.runs import ROOT, make_call, process_environment
 
 OURS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +31,8 @@ PAGES = [*OURS, *sorted((ROOT / "experiments").rglob("README.md")), ROOT / "expe
 FOLDERS = ("configs/", "docs/", "experiments/", "kernels_pallas/", "specrl_jax/", "tests/")
 # What a clone and a CPU suffice for. Other programs need a mark.
 PROGRAMS = ("python", "python3", "python3.11", "specrl", "make", "pip", "git")
+# Programs of experiments/ that import within no second.
+QUICK = ("experiments.hlo", "experiments.launch", "experiments.simulator")
 MARK = re.compile(r"\b(GPUs?|TPUs?|Slurm|Kubernetes|MPI|hosts|account|download|your)\b.*:$", re.S | re.I)
 # bash gives this function every program that it does not find, and here it finds none.
 SHELL = 'command_not_found_handle() { printf "%s\\0" "$@" "" >>"$COMMANDS"; }; cd() { :; }; source() { :; }\n'
@@ -106,7 +108,9 @@ def check(monkeypatch):
         if name == "experiments.launch":
             options, _ = launch.parse(arguments)
             config_of(["--config", options.config, *arguments[split + 1 :]])
-        elif name == "specrl_jax.simulator":
+        elif name == "experiments.hlo":
+            config_of(arguments)
+        elif name == "experiments.simulator":
             simulator.parse([name, *arguments])
         elif name.startswith("experiments.") and takes_flags:
             with monkeypatch.context() as patch, contextlib.suppress(Parsed):
@@ -140,13 +144,13 @@ def check(monkeypatch):
 
 def is_placeholder(words):
     """Return whether a line's code is a part of a command: `python main.py`, or one with optional arguments."""
-    names = ("python main.py", "python main.py --help", "python -m specrl_jax.simulator")
+    names = ("python main.py", "python main.py --help", "python -m experiments.simulator")
     return " ".join(words) in names or any("[" in word for word in words)
 
 
 def is_experiment(words):
-    """Return whether importing the program takes seconds; that of `launch` takes none."""
-    return words[:2] == ["python", "-m"] and words[2].startswith("experiments.") and words[2] != "experiments.launch"
+    """Return whether importing the program takes seconds; that of QUICK takes none."""
+    return words[:2] == ["python", "-m"] and words[2].startswith("experiments.") and words[2] not in QUICK
 
 
 def what_it_needs(words, config):
@@ -218,7 +222,7 @@ RUN = "python main.py --config configs/rlzero_tiny.py"
             "python -m experiments.launch --config configs/generate.py --sweep experiments/once.py --executor slurm",
             "Slurm",
         ),
-        ("python -m specrl_jax.simulator --config configs/rlzero_8b.py --device 3 --hardware gb200", "simulator"),
+        ("python -m experiments.simulator --config configs/rlzero_8b.py --device 3 --hardware gb200", "simulator"),
         ("make tset", "make tset"),
         ("pip install -r requirements-none.txt", "no requirements-none.txt"),
         ("sbatch job.sh", "needs sbatch"),

@@ -14,7 +14,6 @@ ORDER = [
     "dry_run",
     "workers",
     "training",
-    "simulator",
     "learner",
     "config",
     "drafts",

@@ -87,7 +87,7 @@ def test_a_wheel_has_the_library_and_the_configs_alone(built):
         for path in (ROOT / package).rglob("*.py")
     }
     of_clone |= {f"specrl_jax/recipes/{path.name}" for path in (ROOT / "configs").glob("*.py")}
-    assert {name for name in names if ".dist-info/" not in name} == of_clone | {"specrl_jax/simulator/compiled.json"}
+    assert {name for name in names if ".dist-info/" not in name} == of_clone
     assert metadata["Version"] == specrl_jax.__version__ and "Lossless" in metadata["Summary"]
     assert dict(entries["console_scripts"]) == {"specrl": "specrl_jax.cli:main"}
     wanted = metadata.get_all("Requires-Dist")

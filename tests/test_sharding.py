@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from specrl_jax.dry_run.count import count
+from experiments.hlo.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import HALFWAY, LEARNER, MESH_AXES, ROLLOUT, bytes_on_devices, make_mesh, partitioner

@@ -16,18 +16,18 @@ import numpy as np
 from experiments.accelerator.engines import Built, build
 from experiments.accelerator.parts import Row, one_line
 from experiments.accelerator.sizes import FRACTIONS, Model, Sizes
+from experiments.hlo.iteration import IterationBytes, iteration_bytes
+from experiments.hlo.text import read_text
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.pages import Held, Pool
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.eagle3.network import eagle3_config
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.dry_run.iteration import IterationBytes, iteration_bytes
-from specrl_jax.dry_run.measure import read_text
 from specrl_jax.models import qwen3
+from specrl_jax.models.flops import forward_flops
 from specrl_jax.models.layers import count_params
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.counts import forward_flops
 
 NO_TIME = "no time was left"
 WARM = 2  # iterations before those that are timed

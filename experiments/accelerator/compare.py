@@ -6,9 +6,9 @@ from experiments.accelerator.cells import head_of
 from experiments.accelerator.oracle import expected_tokens
 from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import FULL, RATES, SMALL
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.counts import Precision
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from experiments.simulator.cost import DecoderCost
+from experiments.simulator.counts import Precision
+from experiments.simulator.hardware import ENGINES, HARDWARE
 
 
 class Published(NamedTuple):

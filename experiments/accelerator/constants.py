@@ -1,6 +1,6 @@
 """Compile an iteration for a GPU that is not here, and write what the simulator reads of it.
 
-    python -m experiments.accelerator.constants [--output specrl_jax/simulator/compiled.json]
+    python -m experiments.accelerator.constants [--output experiments/simulator/compiled.json]
 
 Needs requirements-aot.txt. Compiles decode programs of two shallow Qwen3-8B, without drafts and with them: layers are
 alike, so a layer is the difference of the two over that of their depths, and what is left is around the layers.
@@ -17,11 +17,11 @@ from experiments.accelerator import cells
 from experiments.accelerator.command import installed
 from experiments.accelerator.deviceless import Found, lower, open_compilers, read
 from experiments.accelerator.sizes import FULL
+from experiments.simulator.cost import DecoderCost
+from experiments.simulator.hardware import HARDWARE
+from experiments.simulator.programs import PATH
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.dry_run.targets import TARGETS
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.hardware import HARDWARE
-from specrl_jax.simulator.programs import PATH
 
 COMMAND = "python -m experiments.accelerator.constants"
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")

@@ -19,15 +19,16 @@ from experiments.accelerator.engines import Built
 from experiments.accelerator.learner import learner_config, training_config
 from experiments.accelerator.parts import Row, one_line
 from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
+from experiments.hlo.iteration import iteration_bytes
+from experiments.hlo.programs import decode_pages
+from experiments.hlo.text import read_text
+from experiments.hlo.traffic import Pool, Traffic, traffic
 from specrl_jax.accelerator_flags import flags_for
 from specrl_jax.config import Config
 from specrl_jax.decoding.compiled import Program
-from specrl_jax.dry_run.iteration import iteration_bytes
-from specrl_jax.dry_run.measure import read_text
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import with_layers
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, installed
-from specrl_jax.dry_run.traffic import Pool, Traffic, traffic
 from specrl_jax.errors import fail
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import make_plan
@@ -184,8 +185,8 @@ def phase_tasks(part: str, config: Config, wanted: tuple[str, ...], memory: int,
         def lower_phase(n: int, i: int = i) -> jax.stages.Lowered:
             return find_phases(with_layers(plan, n))[i].lower()
 
-        name, live = f"{config.policy.preset}, {phase.name}", (phase.pages,) if phase.pages else ()
-        yield Task(part, name, plan.model.layers, phase.unrolled, lower_phase, phase.pages, live)
+        name, pages = f"{config.policy.preset}, {phase.name}", decode_pages(plan, phase.name)
+        yield Task(part, name, plan.model.layers, phase.unrolled, lower_phase, pages, (pages,) if pages else ())
 
 
 def lower(built: Built, program: Program) -> jax.stages.Lowered:

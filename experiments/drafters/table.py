@@ -23,12 +23,12 @@ from experiments.drafters.speed import PLAIN
 from experiments.engine import bench
 from experiments.rooms.bases import NAMES
 from experiments.scale_projection.paper import DRAFT_VOCAB
+from experiments.simulator.cost import DecoderCost
+from experiments.simulator.counts import Precision
+from experiments.simulator.hardware import ENGINES, HARDWARE
 from experiments.verdicts import Interval, interval, ratio_interval
+from specrl_jax.drafts.sizes import priced_head
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.counts import Precision
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE
-from specrl_jax.simulator.heads import priced_head
 
 Row = dict[str, Any]
 SHOWN, CONTEXT = (3, 5, 7), 2000.0

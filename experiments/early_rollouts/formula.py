@@ -25,12 +25,12 @@ from experiments.early_rollouts.kept import responses
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.rooms import bases
+from experiments.simulator.updates import exact_seconds
 from experiments.verdicts import Interval, ratio_interval
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.simulator.updates import exact_seconds
 
 OUTPUT = pathlib.Path(__file__).parent / "formula.csv"
 SHARES = (0.5, 1.0, 2.0)  # seconds of learning over those of generation

@@ -14,9 +14,9 @@ from experiments.async_lag import plot
 from experiments.async_lag.sweep import PIPELINES
 from experiments.claims import finished_rows
 from experiments.scale_projection.ours import Row, comparison
+from experiments.simulator.rollout import Steady
+from experiments.simulator.step import PhaseSeconds, asynchronous
 from specrl_jax.core import PHASES
-from specrl_jax.simulator.rollout import Steady
-from specrl_jax.simulator.step import PhaseSeconds, asynchronous
 
 LAGS = {name: pipeline.get("pipeline.lag", 0) for name, pipeline in PIPELINES.items()}
 FITTED = "lag 1"

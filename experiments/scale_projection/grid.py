@@ -23,10 +23,10 @@ from experiments import commands
 from experiments.claims import markdown, show_table
 from experiments.scale_projection import large, paper, public
 from experiments.scale_projection.ours import Row
+from experiments.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, scale_cells, write_rows
+from experiments.simulator.heatmaps import Marks, heatmaps
+from experiments.simulator.scenario import Points, Scenario, compare, points, predict
 from experiments.verdicts import Interval
-from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, scale_cells, write_rows
-from specrl_jax.simulator.heatmaps import Marks, heatmaps
-from specrl_jax.simulator.scenario import Points, Scenario, compare, points, predict
 
 HERE = pathlib.Path(__file__).parent
 

@@ -20,14 +20,14 @@ from experiments.scale_projection.paper import (
     possible,
     row,
 )
+from experiments.simulator.communication import Parallelism
+from experiments.simulator.counts import Precision
+from experiments.simulator.hardware import ENGINES, HARDWARE
+from experiments.simulator.heads import head_config
+from experiments.simulator.learner import Workload
+from experiments.simulator.lengths import LogNormalLengths
+from experiments.simulator.scenario import Points, Scenario, compare, points
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.counts import Precision
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE
-from specrl_jax.simulator.heads import head_config
-from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.scenario import Points, Scenario, compare, points
 
 LARGE_ROLLOUTS = 4096  # the paper's
 

@@ -15,17 +15,17 @@ import numpy as np
 from experiments.engine import bench
 from experiments.engine.peers import MODELS
 from experiments.scale_projection.calibrate import Calibration, fit
+from experiments.simulator.cost import DecoderCost
+from experiments.simulator.counts import Precision
+from experiments.simulator.hardware import HARDWARE, Hardware
+from experiments.simulator.heads import head_config
+from experiments.simulator.learner import Workload
+from experiments.simulator.lengths import sample
+from experiments.simulator.rollout import Drafting, EngineSchedule, cumulative_acceptance, profile, run
+from experiments.simulator.scenario import Scenario, points, predict
 from specrl_jax.core import PHASES
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.counts import Precision
-from specrl_jax.simulator.hardware import HARDWARE, Hardware
-from specrl_jax.simulator.heads import head_config
-from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import sample
-from specrl_jax.simulator.rollout import Drafting, EngineSchedule, cumulative_acceptance, profile, run
-from specrl_jax.simulator.scenario import Scenario, points, predict
 
 Row = dict[str, Any]
 FLOAT32 = Precision("float32", "float32", "float32")

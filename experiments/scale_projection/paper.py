@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.scale_projection.calibrate import NINETY, Calibration, fit
+from experiments.simulator.communication import Parallelism
+from experiments.simulator.hardware import ENGINES, HARDWARE, SHARES, SPREAD, Hardware
+from experiments.simulator.heads import head_config
+from experiments.simulator.learner import Workload
+from experiments.simulator.lengths import LogNormalLengths
+from experiments.simulator.scenario import Points, Prediction, Scenario, points, predict
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE, SHARES, SPREAD, Hardware
-from specrl_jax.simulator.heads import head_config
-from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.scenario import Points, Prediction, Scenario, points, predict
 
 Row = dict[str, Any]
 WORKLOADS = ("zero", "think")

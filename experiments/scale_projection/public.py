@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.scale_projection.calibrate import Calibration, fit
+from experiments.simulator.cost import DecoderCost
+from experiments.simulator.hardware import HARDWARE
+from experiments.simulator.heads import head_config
 from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.hardware import HARDWARE
-from specrl_jax.simulator.heads import head_config
 
 DRAFT_VOCAB = 32_000  # of the published heads
 QWEN = PRESETS["qwen3_8b"]

@@ -25,7 +25,7 @@ from experiments.scale_projection.paper import (
     async_rows,
     generation_speedup,
 )
-from specrl_jax.simulator.step import amdahl
+from experiments.simulator.step import amdahl
 
 NGRAM_TABLE, DRAFT_LENGTHS = "Table 2", "Table 4"
 

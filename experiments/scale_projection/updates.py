@@ -2,7 +2,7 @@
 
     python -m experiments.scale_projection.updates
 
-Every way to let rollouts and updates follow each other (specrl_jax/simulator/updates.py), by the chance that new
+Every way to let rollouts and updates follow each other (experiments/simulator/updates.py), by the chance that new
 weights draw another token with the same noise. Scenarios, draws and loop are those of `grid.py`; a way with devices for
 rollouts alone has their best number by the formula. Writes updates.csv and its table: medians of the draws that Table 1
 allows and whose synchronous step by turns fits in memory, and 90 % of them. Some ten minutes on one core.
@@ -20,10 +20,9 @@ from experiments.claims import markdown, show_table
 from experiments.engine.bench import distinct, matching, read_rows
 from experiments.scale_projection import grid, large, paper, public
 from experiments.scale_projection.ours import Row
-from experiments.verdicts import Interval
-from specrl_jax.simulator.grid import write_rows
-from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.modes import (
+from experiments.simulator.grid import write_rows
+from experiments.simulator.lengths import LogNormalLengths
+from experiments.simulator.modes import (
     DISAGREEMENTS,
     MODES,
     Update,
@@ -32,7 +31,8 @@ from specrl_jax.simulator.modes import (
     formula,
     simulate_update,
 )
-from specrl_jax.simulator.scenario import Points, Scenario, best_split, points, predict
+from experiments.simulator.scenario import Points, Scenario, best_split, points, predict
+from experiments.verdicts import Interval
 
 HERE = pathlib.Path(__file__).parent
 DEVICES = {"8B": 32, "235B": 2048}

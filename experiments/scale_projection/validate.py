@@ -17,7 +17,7 @@ import numpy as np
 from experiments import commands
 from experiments.scale_projection import apart, figures, large, ours, paper, public, score
 from experiments.scale_projection.calibrate import Calibration, errors
-from specrl_jax.simulator.grid import write_rows
+from experiments.simulator.grid import write_rows
 
 HERE = pathlib.Path(__file__).parent
 Row = dict[str, Any]

@@ -23,13 +23,13 @@ from experiments.claims import COLOURS, markdown, put_table, write_rows
 from experiments.engine import bench
 from experiments.rooms.bases import NAMES
 from experiments.scale_projection.paper import DRAFT_VOCAB
+from experiments.simulator.cost import DecoderCost
+from experiments.simulator.hardware import ENGINES, HARDWARE
+from experiments.simulator.heads import head_config
 from experiments.traces.counts import Trace, read_traces
 from experiments.traces.replay import Clock, Measured, ratio, resampled
 from experiments.verdicts import Claim, Interval, judge_simulated
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE
-from specrl_jax.simulator.heads import head_config
 
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parent

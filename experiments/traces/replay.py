@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.simulator.rollout import EngineSchedule, profile
 from experiments.traces.counts import Trace
 from experiments.verdicts import Interval
-from specrl_jax.simulator.rollout import EngineSchedule, profile
 
 # (B, k, context tokens) -> seconds of an iteration, arrays of one shape
 Clock = Callable[[Any, Any, Any], Any]

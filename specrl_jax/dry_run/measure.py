@@ -1,4 +1,4 @@
-"""Compile a phase and read its memory by kind, FLOPs, collectives and XLA's warnings from the program."""
+"""Compile a phase and read its memory by kind, and XLA's warnings."""
 
 import concurrent.futures
 import contextlib
@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 import jax
 
-from specrl_jax.dry_run.count import Count, count
-from specrl_jax.dry_run.iteration import IterationBytes, iteration_bytes
 from specrl_jax.dry_run.phases import KINDS, OPTIMIZER, PARAMETERS, Phase, bytes_by_kind, shard_bytes
 
 # XLA's log lines about arrays that are gathered whole or recomputed for lack of a better plan.
@@ -49,11 +47,9 @@ class CompiledPhase:
     name: str
     seconds: float  # tracing and compiling
     memory: PhaseMemory | None  # None: the compiler refused the program
-    count: Count
     warnings: tuple[str, ...]
     refused: str = ""  # the compiler's message
     extended: bool = False  # extrapolated from fewer layers: temporaries are an estimate
-    iteration: IterationBytes | None = None  # of the decode loop; None: no decode loop, or not the target's compiler
 
 
 def measure(phase: Phase, exact: bool) -> CompiledPhase:
@@ -71,23 +67,8 @@ def measure_together(phases: list[Phase], exact: bool) -> list[CompiledPhase]:
     measured = []
     for phase, before, (after, refused) in zip(phases, lowered, compiled, strict=True):
         memory = read_memory(phase, before, after, exact=exact) if after else None
-        hlo, unknown = read_text(after)
-        iteration = iteration_bytes(hlo, phase.pages) if hlo and phase.pages and exact else None
-        found = count(hlo) if hlo else Count()
-        said = (*warnings, unknown) if unknown else warnings
-        measured.append(
-            CompiledPhase(phase.name, seconds, memory, count=found, warnings=said, refused=refused, iteration=iteration)
-        )
+        measured.append(CompiledPhase(phase.name, seconds, memory, warnings=warnings, refused=refused))
     return measured
-
-
-def read_text(compiled: jax.stages.Compiled | None) -> tuple[str, str]:
-    """Return (the program's text, ''), or ('', why there is none): some versions of libtpu cannot write theirs."""
-    try:
-        return (compiled.as_text() or "" if compiled else ""), ""
-    except jax.errors.JaxRuntimeError as error:
-        message = " ".join(str(error).split())[:120]
-        return "", f"the compiler does not show this program; its products and collectives are not counted: {message}"
 
 
 def try_compile(

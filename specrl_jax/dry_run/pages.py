@@ -1,4 +1,4 @@
-"""How many sequences run at once in a device's pages, and what an iteration of them moves."""
+"""How many sequences run at once in a device's pages."""
 
 import dataclasses
 
@@ -20,8 +20,6 @@ class PageCounts:
     live: list[int]  # tokens of a sequence
     at_once: list[int]  # sequences, at most the slots
     fitting: list[int] | None  # the same with all the memory that is free; None: the device has no limit
-    moved: dict[str, list[int]]  # by program: bytes of an iteration of as many on one device
-    kernels: dict[str, int]  # by program: of an iteration
     temporaries: dict[str, float]  # by program: over the bytes of all pages
 
 
@@ -40,16 +38,11 @@ def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Pla
     if target.memory and totals:
         free = int(LARGEST_SHARE * target.memory) - max(totals)
         fitting = at_once(max(0, count + free // plan.page_bytes))
-    moved, kernels, temporaries = {}, {}, {}
+    temporaries = {}
     for m in measured:
         if m.name.startswith("generate") and m.memory and m.memory.temporaries is not None:
             name = m.name.removeprefix("generate: ")
             temporaries[name] = m.memory.temporaries / (count * plan.page_bytes)
-        if m.iteration and not m.iteration.blocks:
-            each = zip(live, at_once(count), strict=True)
-            name = m.name.removeprefix("generate: ")
-            moved[name] = [m.iteration.of(-(-n // T) * b // shards) for n, b in each]
-            kernels[name] = m.iteration.kernels
     return PageCounts(
         count,
         T,
@@ -57,7 +50,5 @@ def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Pla
         live=live,
         at_once=at_once(count),
         fitting=fitting,
-        moved=moved,
-        kernels=kernels,
         temporaries=temporaries,
     )

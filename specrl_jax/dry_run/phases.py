@@ -17,8 +17,7 @@ from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.rl.objectives import LossInputs
-from specrl_jax.simulator.learner import logprob_passes
+from specrl_jax.rl.objectives import LossInputs, logprob_passes
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan
@@ -37,7 +36,6 @@ class Phase:
     arguments: tuple[str, ...]  # kind of each; a TrainState is divided into parameters and optimizer
     resident: tuple[object, ...] = ()  # TrainStates, slots and weights on the devices that are not arguments
     unrolled: bool = False  # layers are unrolled, which takes long to compile; else they are scanned
-    pages: int = 0  # C, of a shard, where an iteration of the decode loop is counted
 
 
 def find_phases(plan: Plan) -> list[Phase]:
@@ -132,21 +130,19 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
     slots = programs.describe(Program("read_row", size), weights)[1][0]
     assert isinstance(slots, Slots)
 
-    def phase(name: str, program: Program, *arguments: str, beside: tuple[object, ...] = (), pages: int = 0) -> Phase:
+    def phase(name: str, program: Program, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
         own = () if PARAMETERS in arguments else (weights,)
         lower = functools.partial(programs.lower, program, weights)
-        return Phase(
-            f"generate: {name}", lower, arguments, resident=(*resident, *own, *beside), unrolled=True, pages=pages
-        )
+        return Phase(f"generate: {name}", lower, arguments, resident=(*resident, *own, *beside), unrolled=True)
 
     def parking(name: str, kind: str, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
         return phase(name, Program(kind, size), CACHE, BATCH, *arguments, beside=beside)
 
-    def computing(name: str, program: Program, pages: int = 0) -> Phase:
-        return phase(name, program, PARAMETERS, CACHE, BATCH, pages=pages)
+    def computing(name: str, program: Program) -> Phase:
+        return phase(name, program, PARAMETERS, CACHE, BATCH)
 
     def chunk(name: str, k: int) -> Phase:
-        return computing(name, Program("decode", size, k), limits.shard_pages)
+        return computing(name, Program("decode", size, k))
 
     def records() -> Phase:
         rest = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))

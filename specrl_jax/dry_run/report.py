@@ -7,7 +7,6 @@ import os
 import sys
 
 from specrl_jax.core import atomic_write
-from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, shown
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 from specrl_jax.dry_run.pages import PageCounts
@@ -43,10 +42,6 @@ class Report:
             print(f"{m.name:<36}" + (memory_row(m.memory, m.extended) if m.memory else f"  refused: {m.refused}"))
         if any(m.extended for m in self.measured):
             print("~ an estimate: of few layers, extended to all of them (dry_run.layers); the rest is exact")
-        print("\nof one device                         products (FLOP)  collectives (bytes)")
-        for m in self.measured:
-            for line in count_rows(m.name, m.count):
-                print(line)
         print("\n" + "\n".join([*page_rows(self.pages), self.program_row()]))
         for m in self.measured:
             for warning in m.warnings:
@@ -55,8 +50,8 @@ class Report:
 
     def label(self) -> str:
         if self.exact:
-            return "compiled by the target's own compiler, without devices: bytes and counts are the target's"
-        line = "compiled for fake CPU devices: argument bytes only, and counts as a CPU's compiler splits the work"
+            return "compiled by the target's own compiler, without devices: bytes are the target's"
+        line = "compiled for fake CPU devices: argument bytes only"
         if self.compiled_for is not self.target:
             line += f" ({self.target.name} needs requirements-aot.txt)"
         return line
@@ -111,19 +106,8 @@ def memory_row(memory: PhaseMemory, extended: bool) -> str:
     return "".join(f"{cell:>13}" for cell in (*cells, shown(results), temporaries, shown(memory.total)))
 
 
-def count_rows(name: str, count: Count, number: str = "") -> list[str]:
-    """Return a row for a program, and one for an iteration of each of its open loops."""
-    kinds = ", ".join(f"{kind} {shown(n)}" for kind, n in sorted(count.collectives.items()))
-    waits = f"; exposed {shown(count.exposed)}" if count.exposed else ""
-    rows = [f"{name:<36}{count.flops:>17.3g}  {kinds or '-'}{waits}"]
-    for index, loop in enumerate(count.loops, 1):
-        times = f", entered {loop.entered} times" if loop.entered > 1 else ""
-        rows += count_rows(f"  a turn of loop {number}{index}{times}", loop.turn, f"{number}{index}.")
-    return rows
-
-
 def page_rows(pages: PageCounts) -> list[str]:
-    """Return how many sequences run at once, and what an iteration of them moves, by what each holds."""
+    """Return how many sequences run at once, by what each holds."""
     size = shown(pages.count * pages.page_bytes)
     rows = [f"pages of one device: {pages.count:,} of {pages.tokens} tokens, {size}"]
 
@@ -134,8 +118,6 @@ def page_rows(pages: PageCounts) -> list[str]:
     rows.append(row("sequences at once, by pages and slots", [f"{n:,}" for n in pages.at_once]))
     if pages.fitting is not None:
         rows.append(row("the same if pages took what is free", [f"{n:,}" for n in pages.fitting]))
-    rows += [row(f"an iteration moves: {name}", [shown(n) for n in moved]) for name, moved in pages.moved.items()]
-    rows += [row(f"kernels of an iteration: {name}", [f"{n:,}"]) for name, n in pages.kernels.items()]
     return [*rows, *temporary_rows(pages.temporaries)]
 
 
@@ -154,17 +136,10 @@ def phase_json(m: CompiledPhase) -> dict[str, object]:
         "name": m.name,
         "seconds": m.seconds,
         "memory": memory,
-        "count": count_json(m.count),
         "warnings": m.warnings,
         "refused": m.refused,
         "extended": m.extended,
     }
-
-
-def count_json(count: Count) -> dict[str, object]:
-    loops = [{"name": loop.name, "entered": loop.entered, "turn": count_json(loop.turn)} for loop in count.loops]
-    sums = {"flops": count.flops, "collectives": dict(count.collectives), "custom_calls": dict(count.custom_calls)}
-    return sums | {"exposed": count.exposed, "open_loops": loops}
 
 
 def say(line: str) -> None:

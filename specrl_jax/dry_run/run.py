@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import time
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -16,7 +17,7 @@ from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
 from specrl_jax.dry_run.pages import count_pages
 from specrl_jax.dry_run.phases import bytes_by_kind, count_programs, find_phases
 from specrl_jax.dry_run.report import Report, say
-from specrl_jax.dry_run.targets import TARGETS, compiler_of
+from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, compiler_of
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import find_tokenizer
@@ -26,12 +27,55 @@ from specrl_jax.training.plan import Plan, make_plan, policy_sizes
 from specrl_jax.training.problems import load_problems
 
 
+class TargetPlan(NamedTuple):
+    """What a target would run, and the devices that it is compiled for."""
+
+    plan: Plan
+    target: HardwareTarget
+    compiler: HardwareTarget  # the target, or fake CPU devices
+
+    @property
+    def exact(self) -> bool:
+        """Whether programs are the target's own."""
+        return self.compiler is self.target and self.target.memory > 0
+
+
 def dry_run(config: Config, workdir: str) -> Report:
     """Compile, print the report and write it to the workdir.
 
     Raises InputError for an impossible number of devices, mesh or batch, and for a workdir that cannot be written.
     """
     start = time.perf_counter()
+    plan, target, compiler = found = plan_for(config)
+    try:
+        os.makedirs(workdir, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--workdir {workdir}: {error.strerror}") from None
+    measured = measure_all(plan, found.exact)
+    # Only the learner divides a batch into microbatches; its rows are not split over `sequence`.
+    num_shards = plan.learner_partition.num_shards("batch")
+    fit = judge_memory(measured, target, config, num_shards=num_shards) if target.memory else None
+    report = Report(
+        target,
+        compiler,
+        dict(plan.learner_partition.mesh.shape),
+        measured=measured,
+        fit=fit,
+        pages=count_pages(measured, target, plan),
+        programs=count_programs(plan),
+        exact=found.exact,
+        seconds=time.perf_counter() - start,
+    )
+    report.print()
+    say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
+    return report
+
+
+def plan_for(config: Config) -> TargetPlan:
+    """Return what the target would run.
+
+    Raises InputError for an impossible number of devices, mesh or batch.
+    """
     for key in ("rollout_devices", "workers"):
         if value := getattr(config.pipeline, key):
             raise InputError(
@@ -43,46 +87,27 @@ def dry_run(config: Config, workdir: str) -> Report:
     mesh = make_mesh(dataclasses.asdict(config.mesh), compiler.devices(count_devices(config)))
     memory = int(target.share * target.memory)
     plan = make_plan(without_files(with_chosen(config, mesh, memory)), mesh, memory=memory)
-    try:
-        os.makedirs(workdir, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--workdir {workdir}: {error.strerror}") from None
-    exact = compiler is target and target.memory > 0
-    measured = measure_all(plan, exact)
-    # Only the learner divides a batch into microbatches; its rows are not split over `sequence`.
-    num_shards = plan.learner_partition.num_shards("batch")
-    fit = judge_memory(measured, target, config, num_shards=num_shards) if target.memory else None
-    pages = count_pages(measured, target, plan)
-    programs = count_programs(plan)
-    report = Report(
-        target,
-        compiler,
-        dict(mesh.shape),
-        measured=measured,
-        fit=fit,
-        pages=pages,
-        programs=programs,
-        exact=exact,
-        seconds=time.perf_counter() - start,
-    )
-    report.print()
-    say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
-    return report
+    return TargetPlan(plan, target, compiler)
 
 
 def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
     """Compile every phase; extrapolate those that unroll their layers from `dry_run.layers` layers."""
-    layers, whole = plan.config.dry_run.layers, plan.model.layers
-    shallow = [with_layers(plan, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
+    shallow, times = shallow_plans(plan), plan.model.layers - plan.config.dry_run.layers
     measured = []
     for index, phase in enumerate(find_phases(plan)):
         if shallow and phase.unrolled:
             parts = measure_together([find_phases(s)[index] for s in shallow], exact)
-            measured.append(extend(parts[0], parts[1], whole - layers, resident=bytes_by_kind(phase.resident)))
+            measured.append(extend(parts[0], parts[1], times, resident=bytes_by_kind(phase.resident)))
         else:
             measured.append(measure(phase, exact))
         say(f"{phase.name}: {measured[-1].seconds:.1f} s")
     return measured
+
+
+def shallow_plans(plan: Plan) -> list[Plan]:
+    """Return the runs of `dry_run.layers` layers and of one more; none where all layers are compiled."""
+    layers = plan.config.dry_run.layers
+    return [with_layers(plan, layers + i) for i in (0, 1)] if 0 < layers < plan.model.layers - 1 else []
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:

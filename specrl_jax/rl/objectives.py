@@ -34,6 +34,11 @@ KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def logprob_passes(old_logprobs: str, kl_coef: float) -> int:
+    """Return how many forwards the logprob phase makes: for old log-probs, and for those of the reference."""
+    return int(old_logprobs == "learner") + int(kl_coef > 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """Options of the loss, as in the config's section grpo. Raises InputError for a name that is in no table."""

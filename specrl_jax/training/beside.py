@@ -10,7 +10,7 @@ import jax
 
 from specrl_jax.errors import InputError
 from specrl_jax.learner.state import RunState
-from specrl_jax.simulator.learner import logprob_passes
+from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.training.build import Learner
 from specrl_jax.training.shapes import abstract_microbatch, placed_by_row
 

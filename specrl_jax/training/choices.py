@@ -1,18 +1,16 @@
 """Values that a config leaves open (config/automatic.py): chosen once, before anything is compiled, and printed.
 
 Order matters: the schema of the data before it is read; then the longest prompt, the draft, the longest response, the
-tokens of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated by the
-simulator (simulator/memory.py). A value that is set is never changed: only `fit_policy` replaces values, those that a
-config's file has for a policy of its own.
+tokens of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated
+(training/memory.py). A value that is set is never changed: only `fit_policy` replaces values, those that a config's
+file has for a policy of its own.
 """
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config
@@ -24,19 +22,21 @@ from specrl_jax.data.schemas import AUTO, Schema, detect_schema, schema_names
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
+from specrl_jax.drafts.sizes import Head, head_parameters, priced_head
 from specrl_jax.errors import InputError, Mistakes, printable
 from specrl_jax.io.workdir import recorded_config
 from specrl_jax.models import cache as kv
+from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
-from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.counts import Precision
-from specrl_jax.simulator.hardware import HARDWARE
-from specrl_jax.simulator.heads import priced_head
-from specrl_jax.simulator.learner import LearnerCost, Workload
-from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, sequences_at_once
+from specrl_jax.training.memory import (
+    RUNNING,
+    USABLE,
+    MemoryEstimate,
+    activation_bytes,
+    state_bytes,
+    token_bytes,
+)
 from specrl_jax.training.plan import policy_sizes
 
 # The longest response, where the data has solutions: what a policy writes is longer than what people do.
@@ -212,8 +212,8 @@ def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: 
         return "suffix", f"a new head would have learned nothing when task={config.task} drafts with it"
     head: dict[str, object] = {"draft.kind": "eagle3", "draft.vocab_size": max(0, config.draft.vocab_size)}
     with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch_tokens": 1})
-    sizes, _, _ = _estimate(with_head, model, machine)
-    needed = float(sizes.state + sizes.weights)
+    sizes = _estimate(with_head, model, machine)
+    needed = sizes.state + sizes.weights
     if needed > USABLE * machine.memory:
         return "suffix", f"with a head that learns, the weights would take {_gb(needed)} of {_gb(machine.memory)}"
     layers = make_method(draft_options(with_head.draft), model).model
@@ -262,8 +262,8 @@ def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, mea
 
     def taken(n: int) -> tuple[float, float]:
         """Return (bytes of a pass over n tokens, bytes that are free for it)."""
-        sizes, _, _ = _estimate(with_values(config, {"grpo.microbatch_tokens": n}), model, machine)
-        return float(sizes.activations), (USABLE * machine.memory - float(sizes.state + sizes.weights)) / 2
+        sizes = _estimate(with_values(config, {"grpo.microbatch_tokens": n}), model, machine)
+        return sizes.activations, (USABLE * machine.memory - (sizes.state + sizes.weights)) / 2
 
     # A row of the longest on each device, and as often twice that as the memory holds and a minibatch may need.
     best = shards * longest
@@ -287,13 +287,17 @@ def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measu
 
 
 def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
-    """Return how many sequences of all devices find pages for their live tokens beside the rest."""
-    sizes, w, decoder = _estimate(config, model, machine)
-    w = dataclasses.replace(w, slots=0)
-    each = sequences_at_once(
-        sizes, w, decoder, memory_bytes=machine.memory, disaggregated=np.array(_apart(config)), replicas=np.array(1.0)
-    )
-    return int(each) * max(1, _rollout_devices(config, machine) // decoder.split.devices)
+    """Return how many sequences of all devices find pages for their live tokens beside the rest; at least one a copy.
+
+    Siblings hold the pages of their prompt together; beyond them a sequence has a page in part at either end.
+    """
+    r, (tensor, expert) = config.rollout, _rollout_split(config, machine)
+    free = _estimate(config, model, machine).free(machine.memory, _apart(config))
+    shared = r.max_prompt_tokens / 2 / config.grpo.group_size
+    live = min(shared + RUNNING * r.max_response_tokens + r.page_tokens, _longest(config))
+    token = token_bytes(model, _head(config, model), r.cache_dtype, tensor=tensor)
+    each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token)) * expert
+    return max(each, 1) * max(1, _rollout_devices(config, machine) // (tensor * expert))
 
 
 def _rollout_shards(config: Config, machine: Machine) -> int:
@@ -315,40 +319,43 @@ def _longest(config: Config) -> int:
     return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[DeviceBytes, Workload, DecoderCost]:
-    """Return the simulator's estimate of the memory of a device, and what it is made from."""
-    p, r, g, shape = config.pipeline, config.rollout, config.grpo, machine.mesh.shape
-    split = Parallelism(shape["tensor"], shape["expert"])
-    apart = Parallelism(p.tensor, p.expert) if _apart(config) else split
-    vocab = min(model.vocab, DRAFT_VOCAB) if config.draft.vocab_size == -1 else config.draft.vocab_size
+def _rollout_split(config: Config, machine: Machine) -> tuple[int, int]:
+    """Return the devices of one copy of the rollouts' weights: (those that split widths, those that split experts)."""
+    p, shape = config.pipeline, machine.mesh.shape
+    return (p.tensor, p.expert) if _apart(config) else (shape["tensor"], shape["expert"])
+
+
+def _head(config: Config, model: Qwen3Config) -> Head | None:
+    """Return what the draft is priced as; None where it has no weights of its own."""
     d = config.draft
-    head = priced_head(d.kind, model, vocab, slots=d.slots, layers=d.layers) if KINDS[d.kind].has_weights else None
-    limit = float(r.max_response_tokens)
-    # Of the machine only the memory counts, which is an argument of its own.
-    hardware = HARDWARE["this_machine"]
-    w = Workload(
-        rollouts=g.prompts_per_step * g.group_size,
-        group=g.group_size,
-        prompt=r.max_prompt_tokens / 2,
-        longest_prompt=r.max_prompt_tokens,
-        lengths=LogNormalLengths(limit / 2, limit),
-        slots=r.num_slots,
-        cache_bytes=r.cache_gb * kv.GB or math.inf,
-        page=r.page_tokens,
-        reference=g.kl_coef > 0,
-        minibatches=g.minibatches,
-        packed=True,
-        microbatch_tokens=g.microbatch_tokens,
-        remat=config.policy.remat,
+    if not KINDS[d.kind].has_weights:
+        return None
+    vocab = min(model.vocab, DRAFT_VOCAB) if d.vocab_size == -1 else d.vocab_size
+    return priced_head(d.kind, model, vocab, slots=d.slots, layers=d.layers)
+
+
+def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> MemoryEstimate:
+    """Estimate the memory of a device, but for pages of keys and values."""
+    r, g, policy, head = config.rollout, config.grpo, config.policy, _head(config, model)
+    own, drafting = parameters(model), head_parameters(head) if head else 0
+    devices, tensor, longest = machine.mesh.size, machine.mesh.shape["tensor"], _longest(config)
+    # Each device has a row of the longest at least.
+    microbatch = g.microbatch_tokens or g.prompts_per_step * g.group_size * (longest / 2) / g.minibatches
+    kept = activation_bytes(
+        model,
+        max(microbatch * tensor / devices, longest),
+        longest,
+        remat=policy.remat,
+        dtype=policy.compute_dtype,
+        tensor=tensor,
     )
     twin = config.draft.quantize if KINDS[config.draft.kind].twin else "none"
-    precision = Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype, quantize=r.quantize, twin=twin)
-    decoder = DecoderCost(model, head, hardware, split=apart, precision=precision)
-    learner = LearnerCost(model, head, hardware, split=split, dtype=config.policy.compute_dtype)
-    sizes = estimate_bytes(
-        w, decoder, learner, learner_devices=machine.mesh.size, rollout_devices=_rollout_devices(config, machine)
+    weights = weight_bytes(model, policy.dtype, r.quantize) + twin_bytes(model, twin) + drafting * BYTES[policy.dtype]
+    return MemoryEstimate(
+        state=state_bytes(own, drafting, g.kl_coef > 0) / devices,
+        activations=float(kept),
+        weights=weights / math.prod(_rollout_split(config, machine)),
     )
-    return sizes, w, decoder
 
 
 def _gb(n: float) -> str:

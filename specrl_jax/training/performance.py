@@ -8,10 +8,9 @@ import jax
 import numpy as np
 
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.models.flops import forward_flops, peak_flops
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.counts import forward_flops
-from specrl_jax.simulator.hardware import peak_flops
-from specrl_jax.simulator.learner import logprob_passes
+from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.training.build import Learner
 
 GIB = 2**30

@@ -8,6 +8,8 @@ import re
 import jax.numpy as jnp
 import pytest
 
+from experiments.hlo.count import parse
+from experiments.hlo.iteration import iteration_bytes
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import PARKING, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
@@ -20,8 +22,6 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.peagle import network as peagle
 from specrl_jax.drafts.peagle.draft import PEagleDraft
-from specrl_jax.dry_run.count import parse
-from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner

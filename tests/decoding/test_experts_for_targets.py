@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.hlo.iteration import iteration_bytes
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.models.grouped import LARGEST, MOST_COPIES, by_ragged_dot
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner

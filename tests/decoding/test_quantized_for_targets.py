@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.hlo.count import parse
+from experiments.hlo.iteration import iteration_bytes
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
@@ -16,8 +18,6 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
-from specrl_jax.dry_run.count import parse
-from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner

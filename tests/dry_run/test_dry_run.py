@@ -14,7 +14,6 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.config.automatic import with_values
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.dry_run import run
-from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure
 from specrl_jax.dry_run.phases import KINDS, find_phases
 from specrl_jax.dry_run.targets import TARGETS
@@ -46,7 +45,6 @@ PHASES = [
     "predict acceptance",
 ]
 WITHOUT_DRAFT = [name for name in PHASES if not re.search("draft|predict|speculative", name)]
-PRODUCTS = re.compile("refill|chunk|logprob|train|predict")  # the others only move arrays
 MESH = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}
 # By hand, beside specrl_jax/sharding.py: into how many parts each logical axis is split there.
 LEARNER = {"embed": 4, "heads": 2, "kv_heads": 2, "head_dim": 1, "mlp": 2, "vocab": 2, "layers": 1, None: 1}
@@ -241,7 +239,7 @@ def test_quantised_weights_are_counted(plan, phases):
 
 @pytest.mark.slow
 def test_few_layers_extend_to_all(plan, monkeypatch):
-    """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, including the counts."""
+    """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal."""
     whole = run.with_layers(plan, 10)
     config = dataclasses.replace(whole.config, dry_run=dataclasses.replace(whole.config.dry_run, layers=7))
     names = ("prepare", "generate: plain chunk")
@@ -251,7 +249,6 @@ def test_few_layers_extend_to_all(plan, monkeypatch):
     assert [m.name for m in compiled] == list(names)
     for found, expected in zip(extended, compiled):
         assert found.extended and not expected.extended
-        assert found.count == expected.count
         assert dataclasses.replace(found.memory, temporaries=0) == dataclasses.replace(expected.memory, temporaries=0)
         assert found.memory.temporaries == pytest.approx(expected.memory.temporaries, rel=0.3)
 
@@ -266,9 +263,7 @@ def test_suggested_tokens_are_a_row_for_each_shard_of_the_learner(tmp_path, monk
     config = with_values(from_config_dict(importlib.import_module(f"configs.{CONFIG}").get_config("smoke")), values)
     too_much = PhaseMemory(dict.fromkeys(KINDS, 0), 0, 0, temporaries=10**12, resident=dict.fromkeys(KINDS, 0))
     monkeypatch.setattr(run, "compiler_of", lambda target: TARGETS["cpu"])
-    monkeypatch.setattr(
-        run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much, count=Count(), warnings=())]
-    )
+    monkeypatch.setattr(run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much, warnings=())])
     report = run.dry_run(config, str(tmp_path))
     assert report.fit.suggestion == f"grpo.microbatch_tokens={4 * 28}: one row for each of the 4 parts of a batch"
 
@@ -291,8 +286,6 @@ def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeyp
     assert found["target"] == "gb200" and found["compiled_for"] == "cpu" and not found["exact"]
     for phase in found["phases"]:
         assert phase["memory"]["temporaries"] is None and phase["memory"]["padding"] == 0
-        flops = phase["count"]["flops"] + sum(loop["turn"]["flops"] for loop in phase["count"]["open_loops"])
-        assert (flops > 0) == bool(PRODUCTS.search(phase["name"]))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import rlzero_8b
 from specrl_jax.config import from_config_dict
-from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, try_compile, warnings_in
 from specrl_jax.dry_run.phases import Phase
@@ -31,7 +30,7 @@ def memory(parameters=0, optimizer=0, cache=0, batch=0, temporaries=0, results=0
 
 
 def fit(*phases, config=CONFIG):
-    measured = [CompiledPhase(str(i), 0.0, m, count=Count(), warnings=()) for i, m in enumerate(phases)]
+    measured = [CompiledPhase(str(i), 0.0, m, warnings=()) for i, m in enumerate(phases)]
     return judge_memory(measured, TARGET, config, num_shards=8)
 
 
@@ -85,12 +84,8 @@ def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    refused = CompiledPhase(
-        "train", 0.0, None, count=Count(), warnings=(), refused="RESOURCE_EXHAUSTED: 40G of 31G hbm"
-    )
-    found = judge_memory(
-        [CompiledPhase("a", 0.0, memory(1), count=Count(), warnings=()), refused], TARGET, CONFIG, num_shards=8
-    )
+    refused = CompiledPhase("train", 0.0, None, warnings=(), refused="RESOURCE_EXHAUSTED: 40G of 31G hbm")
+    found = judge_memory([CompiledPhase("a", 0.0, memory(1), warnings=()), refused], TARGET, CONFIG, num_shards=8)
     assert not found.fits and found.phase == "train" and "40G of 31G" in found.arithmetic
 
 
@@ -151,7 +146,7 @@ def test_rematerialization_is_reported_once_without_the_logs_prefix():
 
 
 def test_of_a_kernel_that_the_compiler_refuses_nothing_is_suggested():
-    refused = CompiledPhase("generate", 0.0, None, count=Count(), warnings=(), refused="INTERNAL: Pass pipeline failed")
+    refused = CompiledPhase("generate", 0.0, None, warnings=(), refused="INTERNAL: Pass pipeline failed")
     found = judge_memory([refused], TARGET, CONFIG, num_shards=8)
     assert not found.fits and "Pass pipeline failed" in found.arithmetic and not found.suggestion
 

@@ -5,9 +5,10 @@ import importlib
 import jax
 import pytest
 
+from experiments.hlo.count import count
 from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run import run
-from specrl_jax.dry_run.measure import measure
+from specrl_jax.dry_run.measure import measure, read_memory
 from specrl_jax.dry_run.phases import device_bytes, find_phases
 from specrl_jax.dry_run.targets import TARGETS, installed
 from specrl_jax.sharding import make_mesh
@@ -32,10 +33,6 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
         # Of tiles; a GPU has none.
         assert found.memory.padding == 0 or (found.memory.padding > 0 and target.wheels == ("libtpu",))
         assert found.memory.temporaries > 0
-        flops = found.count.flops + sum(loop.turn.flops for loop in found.count.loops)
-        # libtpu 0.0.52 cannot write some programs down.
-        unknown = [warning for warning in found.warnings if "does not show this program" in warning]
-        assert (flops > 0 and found.count.collectives) or (len(unknown) == 1 and target.wheels == ("libtpu",))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 8}])
@@ -55,6 +52,8 @@ def test_preparing_rollout_weights_takes_a_third_of_the_largest_of_them(sizes, m
     prepare = next(phase for phase in find_phases(plan) if phase.name == "prepare")
     state = abstract_run_state(make_learner(plan))
     weights = jax.eval_shape(make_rollout(plan).prepare_step, state.policy.params, state.draft.params, state.vocab_map)
-    found = measure(prepare, exact=True)
-    assert found.memory.temporaries <= max(device_bytes(leaf) for leaf in jax.tree.leaves(weights)) / 3
-    assert found.count.collectives["all-gather"] <= 0.85 * device_bytes(weights)
+    lowered = prepare.lower()
+    compiled = lowered.compile()
+    memory = read_memory(prepare, lowered, compiled, exact=True)
+    assert memory.temporaries <= max(device_bytes(leaf) for leaf in jax.tree.leaves(weights)) / 3
+    assert count(compiled.as_text()).collectives["all-gather"] <= 0.85 * device_bytes(weights)

@@ -19,10 +19,10 @@ from experiments.accelerator.gaps import Busy, per_iteration, summarize
 from experiments.accelerator.oracle import expected_tokens, impose
 from experiments.accelerator.parts import Budget, Part, Results, run_parts
 from experiments.accelerator.sizes import FULL, RATES
+from experiments.hlo.traffic import LoopTraffic, Traffic
 from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.dry_run.traffic import LoopTraffic, Traffic
 from specrl_jax.models.layers import count_params
 from specrl_jax.models.qwen3 import PRESETS
 from tests.helpers.runs import ROOT

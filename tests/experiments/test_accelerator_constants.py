@@ -5,8 +5,8 @@ import pytest
 from experiments.accelerator import constants
 from experiments.accelerator.command import installed
 from experiments.accelerator.sizes import FULL
+from experiments.simulator import programs
 from specrl_jax.dry_run import targets
-from specrl_jax.simulator import programs
 
 KERNELS, BYTES = ("layer_kernels", "around_kernels"), ("layer_bytes", "around_bytes")
 WAYS = {0: 0, FULL.k: 1}  # drafted tokens, and their entry

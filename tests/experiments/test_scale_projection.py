@@ -10,9 +10,9 @@ from configs import rlzero_8b
 from experiments.engine.bench import read_rows
 from experiments.scale_projection import apart, grid, large, ours, paper, public, score, updates
 from experiments.scale_projection.calibrate import errors
-from specrl_jax.simulator.command import MEAN_SHARE
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE
-from specrl_jax.simulator.scenario import points
+from experiments.simulator.command import MEAN_SHARE
+from experiments.simulator.hardware import ENGINES, HARDWARE
+from experiments.simulator.scenario import points
 
 HERE = pathlib.Path(__file__).parents[2] / "experiments/scale_projection"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.dry_run.count import count
+from experiments.hlo.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import attention
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner

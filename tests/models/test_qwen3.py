@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.hlo.count import count
 from kernels_pallas.attention import gpu, heads_gpu, op
 from kernels_pallas.attention.op import loaded
 from kernels_pallas.attention.types import KEYS, VALUES
-from specrl_jax.dry_run.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3

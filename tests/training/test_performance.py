@@ -10,10 +10,9 @@ import pytest
 
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.models.flops import PEAK_FLOPS, forward_flops, matmul_weights, peak_flops
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from specrl_jax.simulator.counts import forward_flops, matmul_weights
-from specrl_jax.simulator.hardware import PEAK_FLOPS, peak_flops
 from specrl_jax.training.performance import Performance
 
 

@@ -1,0 +1,34 @@
+"""What one iteration of a decode program moves on one device, by what its sequences hold."""
+
+import dataclasses
+
+from experiments.hlo.traffic import Pool, Traffic, traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationBytes:
+    """Bytes and kernels of one iteration. Bytes are linear in the live pages, which the attention kernels read."""
+
+    fixed: int  # with no live page
+    most: int  # with every page live
+    pages: int  # C, of a shard
+    kernels: int  # launches of a GPU
+    blocks: bool  # attention runs in blocks without a kernel: what it reads is not in these numbers
+
+    def of(self, live: int) -> int:
+        """Return the bytes with `live` pages of a shard live."""
+        return self.fixed + (self.most - self.fixed) * live // self.pages
+
+
+def iteration_bytes(hlo: str, pages: int) -> IterationBytes:
+    """Count the decode loop of a program: of its loops of unknown turns the one that moves most.
+
+    Args:
+      pages: C, of a shard.
+    """
+    turns = [max((loop.turn for loop in traffic(hlo, Pool(pages, live)).loops), key=_bytes) for live in (0, pages)]
+    return IterationBytes(turns[0].bytes, turns[1].bytes, pages, kernels=turns[0].kernels, blocks=bool(turns[0].loops))
+
+
+def _bytes(found: Traffic) -> int:
+    return found.bytes

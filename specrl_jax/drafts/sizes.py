@@ -1,0 +1,44 @@
+"""Sizes of drafts with weights, by which memory and time are estimated before a draft is made."""
+
+from specrl_jax.drafts.block.network import BlockConfig, block_config
+from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
+from specrl_jax.drafts.peagle.network import PEagleConfig, peagle_config
+from specrl_jax.models.qwen3 import Qwen3Config
+
+Head = Eagle3Config | PEagleConfig | BlockConfig
+ONE_PASS = ("peagle", "dspark", "dflash")  # kinds that are priced as what they are, others as an EAGLE-3 head
+
+
+def priced_head(kind: str, model: Qwen3Config, draft_vocab: int, *, slots: int, layers: int) -> Head:
+    """Return what a draft with weights is priced as: a new draft of one pass of its sizes, or an EAGLE-3 head.
+
+    Args:
+      draft_vocab: 0: the policy's.
+    """
+    vocab = draft_vocab or model.vocab
+    if kind == "peagle":
+        return peagle_config(model, layers, vocab)
+    if kind not in ONE_PASS:
+        return eagle3_config(model, vocab)
+    return block_config(model, slots, layers, draft_vocab=vocab, markov=kind == "dspark")
+
+
+def head_parameters(h: Head) -> int:
+    """Count the weights in the matmuls of a head's drafts, `fc` included, without norms."""
+    if isinstance(h, BlockConfig):
+        per_layer = (2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp
+        return h.embed * (h.layers * per_layer + len(h.aux_layers) * h.embed) + vocabulary_parameters(h)
+    per_layer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
+    if isinstance(h, PEagleConfig):
+        per_layer += (h.layers - 1) * ((2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp)
+    return h.embed * (per_layer + len(h.aux_layers) * h.embed) + vocabulary_parameters(h)
+
+
+def vocabulary_parameters(h: Head) -> int:
+    """Count the weights of a head's lm_head, and of what the Markov head adds to its logits."""
+    return h.draft_vocab * (h.embed + (h.markov_rank if isinstance(h, BlockConfig) else 0))
+
+
+def head_layers(h: Head) -> int:
+    """Return the layers of a head, each with keys and values of its own."""
+    return h.layers if isinstance(h, BlockConfig | PEagleConfig) else 1
