@@ -116,7 +116,7 @@ def attend_fused(
     rows: Axes = None,
     split: Axes = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norm and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
+    """Normalise and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
 
     Args:
       fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 class Sampling(Protocol):
-    """How tokens are sampled: temperature, then top-k, then top-p. Static and validated by its constructor.
+    """Sampling parameters: temperature, then top-k, then top-p. Static and validated by its constructor.
 
     `specrl_jax.decoding.sampling.Sampling` is the implementation.
     """
@@ -27,7 +27,7 @@ class Sampling(Protocol):
 
 
 class RowSampling(NamedTuple):
-    """How the tokens of each row are sampled, where rows differ: values in place of those of `Sampling`."""
+    """Sampling parameters of each row, where rows differ: values in place of those of `Sampling`."""
 
     temperature: jax.Array  # [B] float32; 0: greedy
     top_k: jax.Array  # [B] int32; 0: off

@@ -27,7 +27,7 @@ TestsFault = Callable[[str, Mapping[str, object]], str]
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How a row's prompt becomes the text that the policy reads."""
+    """Options that turn a row's prompt into the text that the policy reads."""
 
     template: str = "{prompt}"  # around a text prompt
     chat: bool = False  # a text prompt becomes a user message; messages always go through the chat template

@@ -45,7 +45,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Dict:
-    """What `dict` is in a template: no other attribute of the type."""
+    """`dict` of a template, without the type's other attributes."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
         return dict(*arguments, **values)
@@ -56,7 +56,7 @@ class Dict:
 
 
 class Namespace(jinja2.utils.Namespace):
-    """What `namespace` is in a template: names that begin with an underscore are refused."""
+    """`namespace` of a template; refuses names that begin with an underscore."""
 
     def __init__(*arguments: Any, **values: Any) -> None:
         self, *rest = arguments

@@ -1,4 +1,4 @@
-"""Which drafts of a batch are verified, where an iteration verifies fewer than were drafted.
+"""Admit drafts of a batch to verification, where an iteration verifies fewer than were drafted.
 
 Verifying costs by the positions of all rows together, and rows differ in how far their drafts can be trusted. Draft i
 of a row is worth c_1 ... c_i: the chance that it and all drafts before it are kept, by the confidences c. The most

@@ -1,14 +1,14 @@
-"""How processes that run an engine in lock-step agree on what each of them found."""
+"""Agreement among processes that run an engine in lock-step."""
 
 from typing import Protocol
 
 
 class Agree(Protocol):
-    """What this process found -> what the first of the processes found that run an engine in lock-step."""
+    """Broadcast integers from the first of the processes that run an engine in lock-step: own values -> its values."""
 
     def __call__(self, *values: int) -> tuple[int, ...]: ...
 
 
 def alone(*values: int) -> tuple[int, ...]:
-    """Agree as one process does."""
+    """Return the own values: one process agrees with itself."""
     return values

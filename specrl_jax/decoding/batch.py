@@ -19,7 +19,7 @@ from specrl_jax.decoding.stop_texts import StopTexts
 
 
 class EngineParts(Protocol[Params, Cache]):
-    """What a batch reads of its engine."""
+    """The part of an engine that a batch reads."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -60,32 +60,32 @@ class ActiveBatch(Generic[Params, Cache]):
 
     @property
     def is_finished(self) -> np.ndarray:
-        """[R] bool, of the rollouts that the call waits for."""
+        """Return [R] bool: which of the rollouts that the call waits for are finished."""
         return self._finished[: self.scheduler.asked]
 
     @property
     def finished(self) -> int:
-        """How many of these are finished."""
+        """Return how many of the rollouts that the call waits for are finished."""
         return int(self.is_finished.sum())
 
     @property
     def size(self) -> int:
-        """B, rows of the batch."""
+        """Return B, the rows of the batch."""
         return len(self.scheduler.owner)
 
     @property
     def active(self) -> np.ndarray:
-        """[B] bool, rows that decode."""
+        """Return [B] bool, rows that decode."""
         return self.scheduler.owner != FREE
 
     @property
     def running(self) -> int:
-        """Rows that decode."""
+        """Return the number of rows that decode."""
         return int(self.active.sum())
 
     @property
     def live(self) -> float:
-        """Tokens that a running row holds, on average."""
+        """Return the tokens that a running row holds, on average."""
         return float(self._fetch(self.slots.length)[self.active].mean())
 
     def prepare(self) -> bool:
@@ -138,7 +138,7 @@ class ActiveBatch(Generic[Params, Cache]):
 
     @property
     def _free(self) -> np.ndarray:
-        """[D] free pages; asking waits for what the device still does to them."""
+        """Return [D] free pages; waits for what the device still does to them."""
         if self._counted is None:
             self._counted = np.asarray(self._fetch(self.slots.pool.count))
         return self._counted

@@ -20,7 +20,7 @@ ITERATIONS, ROUNDS, SECONDS = 4, 5, 0.5
 
 
 class CalibratedEngine(EngineParts[Params, Cache], Protocol[Params, Cache]):
-    """What calibration reads of an engine."""
+    """The part of an engine that calibration reads."""
 
     @property
     def agree(self) -> Agree: ...

@@ -1,4 +1,4 @@
-"""What the host has copied of a call's rollouts, by request, and what it becomes when the call ends."""
+"""Host copies of a call's rollouts, by request, and the `Rollouts` that they become when the call ends."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a call of the engine goes on with, and what ends it early: rollouts that outlive a call, or their weights.
+"""Options for rollouts that span several calls of the engine or several versions of the weights.
 
 Partial rollouts go on where an earlier call stopped them. Their tokens are kept whatever the weights at hand would
 draw; keys and values are computed anew, by a prefill of the prompt and of the tokens (reverify.py). Every token keeps
@@ -24,7 +24,7 @@ _OF_THE_LONGER = ("tokens", "length", "ended", "eos", "finished")
 
 @dataclasses.dataclass(frozen=True)
 class Continuation(Generic[Params]):
-    """How a call stands to those before and after it."""
+    """Options for rollouts that span several calls."""
 
     version: WeightsVersion = NO_VERSION  # of the call's weights
     # Responses, or their beginnings, that earlier weights drew with the noise of the same ids; verified before anything

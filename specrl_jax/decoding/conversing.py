@@ -67,7 +67,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
 
     @property
     def active(self) -> np.ndarray:
-        """[B] bool, rows that decode: neither free nor waiting for an environment."""
+        """Return [B] bool, rows that decode: neither free nor waiting for an environment."""
         owner = self.scheduler.owner
         return (owner != FREE) & ~np.isin(owner, list(self._waiting))
 

@@ -35,7 +35,7 @@ SyncCacheFn = Callable[[Params, Text, Cache], Cache]
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(Generic[Params, Cache]):
-    """How an engine drafts. A drafter's cache is part of the slots' cache, beside the target's.
+    """Functions of a drafter. Its cache is part of the slots' cache, beside the target's.
 
     Attributes:
       length: the longest draft, used unless a call chooses another; 0 drafts nothing.

@@ -40,7 +40,7 @@ AT_ONCE = 15
 
 
 class Reverified(NamedTuple):
-    """What one call did, small enough to fetch after every call."""
+    """Statistics of one call, small enough to fetch after every call."""
 
     done: jax.Array  # [B] bool
     length: jax.Array  # [B] int32

@@ -93,17 +93,17 @@ class Scheduler:
 
     @property
     def waiting(self) -> bool:
-        """Whether some requests have not started yet."""
+        """Return whether some requests have not started yet."""
         return self._next_prompt < len(self._prompts) or any(self._current)
 
     @property
     def running(self) -> int:
-        """Number of rows with a request."""
+        """Return the number of rows with a request."""
         return int((self.owner != FREE).sum())
 
     @property
     def running_by_shard(self) -> np.ndarray:
-        """[D] rows with a request."""
+        """Return [D] rows with a request."""
         return (self._by_shard(self.owner) != FREE).sum(axis=1)
 
     def free_rows(self, shard: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Who answers the turns of a rollout, as the engine sees it."""
+"""Protocol by which the engine asks environments to answer the turns of a rollout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What an environment says to a turn."""
+    """An environment's answer to a turn."""
 
     request: int
     tokens: Sequence[int] | None  # appended as they are, at least one; None: the rollout has ended

@@ -39,7 +39,7 @@ def with_packed(host: HostState, name: str, value: object) -> HostState:
 
 
 class Record(NamedTuple):
-    """What a checkpoint says of itself."""
+    """Digests of a checkpoint's content, stored in it."""
 
     step: int
     state: dict[str, LeafDigest]  # by the path of an array

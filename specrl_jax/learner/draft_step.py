@@ -69,7 +69,7 @@ class DraftDiagnostics:
 
     @property
     def finite(self) -> bool:
-        """Whether the draft's outputs are finite; of diagnostics on the host."""
+        """Return whether the draft's outputs are finite; of diagnostics on the host."""
         return bool(np.isfinite(self.acceptance).all())
 
 

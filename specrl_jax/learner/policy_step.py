@@ -41,13 +41,13 @@ class PolicyForward:
 
     @property
     def specs(self) -> Specs:
-        """Specs of the parameters that the forward runs on."""
+        """Return the specs of the parameters that the forward runs on."""
         specs = qwen3.param_specs(self.model)
         return attach(specs, adapter_specs(specs, self.lora), self.lora) if self.lora else specs
 
     @property
     def trained_specs(self) -> Specs:
-        """Specs of TrainState.params: all weights, or the adapters."""
+        """Return the specs of TrainState.params: all weights, or the adapters."""
         specs = qwen3.param_specs(self.model)
         return adapter_specs(specs, self.lora) if self.lora else specs
 

@@ -59,7 +59,7 @@ class Worker(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """What a worker says first."""
+    """A reward worker's first message."""
 
     problem: str = ""  # why the rewards could not be loaded, in one line
     asks: Sequence[str] = ()  # fields of Context that they need

@@ -160,7 +160,7 @@ def _responses(
 
 
 class RecordedTokens(Checked):
-    """What a row of rollouts says of its response beside the text."""
+    """The response of a row of rollouts as tokens."""
 
     tokens: list[Annotated[int, pydantic.Field(ge=0)]]
     environment: list[bool] | None = None  # of each token, whether an environment wrote it; None = none of them

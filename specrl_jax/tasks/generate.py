@@ -38,7 +38,7 @@ DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, 
 
 
 def run(config: Config, workdir: str) -> None:
-    """task=generate: answer generate.prompts, or the validation problems, into generations.jsonl."""
+    """Answer generate.prompts, or the validation problems, into generations.jsonl."""
     says = stopped_as("nothing of a generation is kept; the same command starts anew")
     with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
         prompts = [problem.prompt for problem in inputs.problems.evaluation]

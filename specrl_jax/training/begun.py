@@ -58,7 +58,7 @@ class Upcoming:
 
 
 class Begun:
-    """What this process's group has drawn of later steps."""
+    """Rollouts of later steps that this process's group has begun."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class Learner:
 
     @property
     def tells_drawn(self) -> bool:
-        """Whether rows say which tokens the policy drew itself: the draft's loss weighs them."""
+        """Return whether rows say which tokens the policy drew itself: the draft's loss weighs them."""
         return self.draft_forward is not None and self.draft_forward.positions != "all"
 
     def merged(self, policy: TrainState) -> Params:

@@ -49,7 +49,7 @@ DRAFT_VOCAB = 32_000
 
 
 class Measured(NamedTuple):
-    """What the data says."""
+    """Sizes measured of the data."""
 
     prompts: int
     longest_prompt: int  # tokens
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Where a run takes place."""
+    """Devices of a run, and their memory."""
 
     mesh: Mesh  # of the learner
     memory: float  # bytes of a device, of the smallest of all processes

@@ -37,7 +37,7 @@ class _Log:
 
     @property
     def failed(self) -> Outcome | None:
-        """The outcome of the step that failed."""
+        """Return the outcome of the step that failed."""
         return self.outcomes[-1] if self.outcomes and self.outcomes[-1].failure else None
 
 
@@ -79,7 +79,7 @@ class Conversations:
 
     @property
     def turn_tokens(self) -> int:
-        """Most tokens of a turn."""
+        """Return the most tokens of a turn."""
         return self._config.turn_tokens or 2**30
 
     def ask(self, turn: Turn) -> None:

@@ -43,12 +43,12 @@ class Evaluation(NamedTuple):
 
     @property
     def correct(self) -> np.ndarray:
-        """[P, n] bool."""
+        """Return [P, n] bool, which responses are correct."""
         return self.scores.correct.reshape(-1, self.samples)
 
     @property
     def accuracy(self) -> float:
-        """Mean over problems and samples (mean@n)."""
+        """Return the mean over problems and samples (mean@n)."""
         return float(self.correct.mean())
 
     def metrics(self, sets: Mapping[str, list[Problem]]) -> dict[str, float]:

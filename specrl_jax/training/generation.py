@@ -41,7 +41,7 @@ class RolloutBatch(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What the steps after a checkpoint go on with, of all processes."""
+    """Rollouts that a checkpoint holds for the steps after it, of all processes."""
 
     batches: list[RolloutBatch]  # of the next steps
     left: list[Left]  # after the last of them

@@ -1,4 +1,4 @@
-"""Where a run starts: parameters from folders or drawn from the seed, and the shapes of its state."""
+"""Initial parameters of a run, from folders or drawn from the seed, and the shapes of its state."""
 
 import dataclasses
 import functools

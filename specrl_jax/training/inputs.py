@@ -1,4 +1,4 @@
-"""What a run reads: policy, tokenizer, data and rewards. All mistakes in them are found before any compiling."""
+"""Inputs of a run: policy, tokenizer, data and rewards. All mistakes in them are found before any compiling."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ SAMPLED = 1000  # rows of a file that are read for further mistakes, where there
 
 
 class Inputs(NamedTuple):
-    """What a run reads, and its plan. Every value of the plan's config is chosen."""
+    """Inputs of a run, and its plan. Every value of the plan's config is chosen."""
 
     plan: Plan
     tokenizer: Tokenizer

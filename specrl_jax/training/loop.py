@@ -136,7 +136,7 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """Whether the run ends with a comparison with plain decoding."""
+        """Return whether the run ends with a comparison with plain decoding."""
         return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
     def compile_beside(self) -> Beside:
@@ -205,7 +205,7 @@ class _Run:
 
     @property
     def _comparison(self) -> float:
-        """About how many seconds the comparison takes: those of a warm-up, then of rounds, of both engines.
+        """Estimate the seconds that the comparison takes: those of a warm-up, then of rounds, of both engines.
 
         Plain decoding is taken for half as fast.
         """

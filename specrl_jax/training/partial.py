@@ -21,7 +21,7 @@ from specrl_jax.training.prompt_lengths import NONE_SEEN, SeenLengths
 
 
 class Left(NamedTuple):
-    """What a step leaves to the next one: what it has begun and not learned from, and what it has seen."""
+    """State that a step passes on to the next: groups begun and not learned from, and prompt lengths seen."""
 
     problems: list[Problem]  # of groups that go on in the next step
     rollouts: Rollouts | None  # theirs, finished or not; None: no groups
@@ -30,7 +30,7 @@ class Left(NamedTuple):
 
     @property
     def carried(self) -> int:
-        """Rollouts that are not finished and go on."""
+        """Return the number of unfinished rollouts that go on."""
         return 0 if self.rollouts is None else int((~self.rollouts.finished).sum())
 
 

@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: generated synchronously, or ahead of the learner by a thread.
+"""Sources of a step's rollouts: generated synchronously, or ahead of the learner by a thread.
 
 Asynchronous (`pipeline.mode=async`): rollout devices and learner devices are disjoint, and generation of later steps
 overlaps learning. The weights of a step's rollouts do not depend on timing: those of step t are drawn from the policy
@@ -35,7 +35,7 @@ from specrl_jax.training.speculation import Speculation
 
 
 class _Turn(enum.IntEnum):
-    """What the rollout devices do next."""
+    """The next task of the rollout devices."""
 
     CLOSE = 0
     LEND = 1  # to an evaluation

@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def draft(self) -> DraftModel | None:
-        """The draft model; None: the draft method has no weights."""
+        """Return the draft model; None: the draft method has no weights."""
         return self.draft_method.model
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
+        """Return the tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 

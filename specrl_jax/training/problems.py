@@ -39,7 +39,7 @@ class Problems:
 
     @property
     def evaluation(self) -> list[Problem]:
-        """All validation sets, one after the other."""
+        """Return all validation sets, one after the other."""
         return [problem for problems in self.validation.values() for problem in problems]
 
     def first_rows(self, tokenizer: Tokenizer) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What a run begins with: the last whole checkpoint of its workdir, or a fresh state."""
+"""Resume a run from the last whole checkpoint of its workdir, or begin with a fresh state."""
 
 import dataclasses
 from typing import NamedTuple
@@ -61,7 +61,7 @@ def _change(before: str | None, now: str | None) -> str:
 
 
 class Start(NamedTuple):
-    """What a run begins with."""
+    """State that a run begins with."""
 
     state: RunState
     step: int | None  # of the checkpoint; None: a fresh run

@@ -35,7 +35,7 @@ Cache = kv.KVCache | Caches
 
 @dataclasses.dataclass(frozen=True)
 class InferenceConfig:
-    """How rollouts are sampled, in which shapes and dtypes."""
+    """Sampling, shapes and dtypes of rollouts."""
 
     sampling: Sampling
     limits: EngineConfig
@@ -310,7 +310,7 @@ def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: 
 
 
 def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampling) -> Verified:
-    """`verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
+    """Run `verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
 
     Where the batch has become too small to be split that finely, it stays split as it is, and logits are gathered. The
     results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.

@@ -22,7 +22,7 @@ OnProgress = Callable[[int, int], None]  # of Engine.generate
 
 
 class Workload(NamedTuple):
-    """What an engine generates in one measurement."""
+    """Prompts and samples of one measurement."""
 
     prompts: Sequence[Sequence[int]]
     samples: int  # rollouts of each prompt

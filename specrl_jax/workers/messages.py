@@ -1,4 +1,4 @@
-"""What a learner and its rollout workers say to each other, over a connection that both sides authenticate.
+"""Messages between a learner and its rollout workers, over a connection that both sides authenticate.
 
 The learner writes where it listens, and a key, into the workdir. Messages are JSON and arrays (serialize.py), never
 pickles. Nothing is encrypted.
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """Where a learner listens."""
+    """Address at which a learner listens."""
 
     host: str
     port: int
@@ -73,7 +73,7 @@ class Offer(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """What was drawn of some rollouts."""
+    """Response tokens drawn so far of some rollouts."""
 
     ids: np.ndarray  # [N] int64
     lengths: np.ndarray  # [N] int32
@@ -131,7 +131,7 @@ CHOOSES_ALARMED = -2  # it does while the learner's alarm is on: in probes only
 
 
 class Answer(NamedTuple):
-    """What came of an `Ask`."""
+    """A worker's answer to an `Ask`."""
 
     rollouts: Rollouts | None  # None: only compiled, or begun
     weights_seconds: float  # until the weights were there

@@ -70,7 +70,7 @@ Others = Callable[[], list[Offer] | None]
 
 @dataclasses.dataclass
 class _Call:
-    """What one caller waits for."""
+    """One caller's request and the answers to it."""
 
     weights: Weights
     checksum: int
@@ -187,7 +187,7 @@ class WorkerPool:
 
     @property
     def count(self) -> int:
-        """Workers that are there, and at least 1."""
+        """Return the number of workers that are there, and at least 1."""
         with self._changed:
             return max(1, len(self._workers))
 

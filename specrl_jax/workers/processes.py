@@ -49,7 +49,7 @@ Work = Callable[[WorkerPool, OnProgress, Others], T]
 
 
 class Now(enum.IntEnum):
-    """How a call stands in the first process."""
+    """Status of a call in the first process."""
 
     GOES_ON = 0
     IS_DONE = 1
@@ -57,7 +57,7 @@ class Now(enum.IntEnum):
 
 
 class Request(NamedTuple):
-    """What the first process sends to another one."""
+    """A message of the first process to another one."""
 
     call: int  # of an engine; all processes count alike
     rollouts: Rollouts | None  # what came of it; None: its weights are wanted, for one worker

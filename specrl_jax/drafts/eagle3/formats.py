@@ -18,7 +18,7 @@ from specrl_jax.models.qwen3 import Qwen3Config
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one family of checkpoints stores a head."""
+    """Layout in which one family of checkpoints stores a head."""
 
     layer: str  # prefix of the layer's tensors
     nested: bool  # sizes are in config.json's transformer_layer_config

@@ -36,7 +36,7 @@ from specrl_jax.sharding import Partitioner
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one family of checkpoints stores a head."""
+    """Layout in which one family of checkpoints stores a head."""
 
     prefix: str  # of every tensor, up to the layer's number
     renamed: dict[str, str]  # DeepSeek's names -> this format's

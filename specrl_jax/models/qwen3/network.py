@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to run a forward pass. Hashable: static under jit."""
+    """Options of a forward pass. Hashable: static under jit."""
 
     dtype: jnp.dtype = jnp.float32  # of the activations; weights are cast to it
     aux_layers: tuple[int, ...] = ()  # return the residual stream entering these layers (EAGLE-3's convention)

@@ -21,7 +21,7 @@ from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
 
 
 class Conversation(NamedTuple):
-    """What an environment begins with."""
+    """A conversation's session, data row and seed."""
 
     session: int  # a number of its own
     row: Mapping[str, object]
@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What came of a turn."""
+    """A worker's result for a turn."""
 
     session: int
     outcome: Outcome
