@@ -29,7 +29,7 @@ LONGEST_TEXT = 2**24  # characters of a prompt, which has at most 2**20 tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` around what an assistant wrote: a mark for training, which changes nothing of the text."""
 
     tags = {"generation"}  # noqa: RUF012 - as in jinja2
@@ -93,7 +93,7 @@ def _to_json(
 def compiled(source: str) -> jinja2.Template:
     """Return a template with what transformers gives it. Raises what Jinja and Python's compiler raise."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import stand_in
-from specrl_jax.decoding.drafters import Text
+from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.pages import missing, take
 from specrl_jax.decoding.records import free_finished
@@ -54,7 +54,7 @@ def decode_chunk(
     drafter, seed = functions.drafter, inputs.seed
     if k:
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
-        text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
+        text = CommittedTokens(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
     slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
     before = slots

@@ -21,7 +21,7 @@ from specrl_jax.decoding.step import no_draft
 DraftFn = Callable[[Params, Slots[Cache], jax.Array, int], tuple[Draft, Cache]]
 
 
-class Text(NamedTuple):
+class CommittedTokens(NamedTuple):
     """Committed tokens of some sequences, and the pages in which they stand."""
 
     tokens: jax.Array  # [B, S] int32
@@ -30,7 +30,7 @@ class Text(NamedTuple):
 
 
 # (params, text, cache) -> cache
-SyncCacheFn = Callable[[Params, Text, Cache], Cache]
+SyncCacheFn = Callable[[Params, CommittedTokens, Cache], Cache]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kernels_pallas.attention.types import Table
 from specrl_jax.core import Tree
 
 
-class Pool(NamedTuple):
+class PagePool(NamedTuple):
     """The pages of D shards, C each."""
 
     references: jax.Array  # [D, C] int32, rows and prompts that hold each page
@@ -30,10 +30,10 @@ class Held(NamedTuple):
     shared: jax.Array  # [B] int32, the first of them that it may not write: other rows read them too
 
 
-def empty_pool(shards: int, pages: int) -> Pool:
+def empty_pool(shards: int, pages: int) -> PagePool:
     """Return `pages` free pages in each shard; the lowest ids are taken first."""
     free = jnp.broadcast_to(jnp.arange(pages - 1, -1, -1, dtype=jnp.int32), (shards, pages))
-    return Pool(jnp.zeros((shards, pages), jnp.int32), free, jnp.full((shards,), pages, jnp.int32))
+    return PagePool(jnp.zeros((shards, pages), jnp.int32), free, jnp.full((shards,), pages, jnp.int32))
 
 
 def no_pages(rows: int, columns: int, pages: int) -> Held:
@@ -48,13 +48,13 @@ def tables(held: Held, pages: int) -> Table:
     return Table(held.table, jnp.where(own, held.table, pages))
 
 
-def missing(pool: Pool, held: Held, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def missing(pool: PagePool, held: Held, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return how many pages each row [B] lacks to hold `wanted` [B], and whether every shard [D] has as many free."""
     need = jnp.maximum(wanted - held.count, 0)
     return need, need.reshape(len(pool.count), -1).sum(axis=1, dtype=jnp.int32) <= pool.count
 
 
-def take(pool: Pool, held: Held, need: jax.Array, most: int) -> tuple[Pool, Held]:
+def take(pool: PagePool, held: Held, need: jax.Array, most: int) -> tuple[PagePool, Held]:
     """Give every row `need` [B] more pages, at most `most`; each shard must have as many free."""
     D, C = pool.free.shape
     by_shard = need.reshape(D, -1)
@@ -69,10 +69,10 @@ def take(pool: Pool, held: Held, need: jax.Array, most: int) -> tuple[Pool, Held
         held.table, columns, ids.reshape(-1, most)
     )
     count = pool.count - by_shard.sum(axis=1, dtype=jnp.int32)
-    return Pool(references, pool.free, count), Held(new_table, held.count + need, held.shared)
+    return PagePool(references, pool.free, count), Held(new_table, held.count + need, held.shared)
 
 
-def release(pool: Pool, held: Held, rows: jax.Array) -> tuple[Pool, Held]:
+def release(pool: PagePool, held: Held, rows: jax.Array) -> tuple[PagePool, Held]:
     """Take every page from `rows` [B] bool; those that nobody else holds are free again."""
     D, C = pool.free.shape
     let_go = jnp.where(rows[:, None], held.table, C).reshape(D, -1)
@@ -83,12 +83,12 @@ def release(pool: Pool, held: Held, rows: jax.Array) -> tuple[Pool, Held]:
     free = jax.vmap(lambda stack, at, new: stack.at[at].set(new, mode="drop"))(
         pool.free, jnp.where(freed, order, C), ids
     )
-    pool = Pool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
+    pool = PagePool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
     none = jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared)
     return pool, Held(jnp.where(rows[:, None], C, held.table), *none)
 
 
-def share(pool: Pool, prompts: Held, source: jax.Array, pages: jax.Array) -> tuple[Pool, Held]:
+def share(pool: PagePool, prompts: Held, source: jax.Array, pages: jax.Array) -> tuple[PagePool, Held]:
     """Let rows hold the first pages of prompts, beside who holds them now.
 
     Args:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import Held, Pool, tables
+from specrl_jax.decoding.pages import Held, PagePool, tables
 
 Params = TypeVar("Params")
 Cache = TypeVar("Cache")
@@ -126,7 +126,7 @@ class Slots(Generic[Cache]):
     sequence: jax.Array  # [B] int32, index of the row among its group's sequences
     lookup_cache: LookupCache | None  # texts for lookup drafters
     cache: Cache  # pages of the target's and the drafter's caches; axis 0 of every array is the page
-    pool: Pool  # who holds them
+    pool: PagePool  # who holds them
     held: Held  # those of each row
     sampling: RowSampling  # of each row
     mask: MaskBuffer | None = None  # None: not recorded

@@ -15,7 +15,7 @@ class Turn(NamedTuple):
     eos: bool  # by an end-of-text token, its last one
 
 
-class Answer(NamedTuple):
+class TurnAnswer(NamedTuple):
     """An environment's answer to a turn."""
 
     request: int
@@ -33,5 +33,5 @@ class Turns(Protocol):
     def ask(self, turn: Turn) -> None:
         """Hand over a turn; do not wait."""
 
-    def answers(self, seconds: float) -> list[Answer]:
+    def answers(self, seconds: float) -> list[TurnAnswer]:
         """Return what has been answered since the last call; wait up to `seconds` for the first answer."""

@@ -41,7 +41,7 @@ class Context(NamedTuple):
     tokens: Sequence[int] = ()  # ids of the response; of a conversation, of its last turn
 
 
-class Row(NamedTuple):
+class RewardInput(NamedTuple):
     response: str
     answer: str
     context: Context = Context()

@@ -15,9 +15,9 @@ from specrl_jax.data.special import literal_spans
 from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.decoding.turns import Answer, Turn
+from specrl_jax.decoding.turns import Turn, TurnAnswer
 from specrl_jax.errors import InputError
-from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, Reply
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
 from specrl_jax.rewards.messages import Context, Outcome
 from specrl_jax.rewards.scorer import Scorer, Scores
 
@@ -75,7 +75,7 @@ class Conversations:
             for _ in range(samples)
         ]
         self._requests = {log.conversation.session: request for request, log in enumerate(self._logs)}
-        self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
 
     @property
     def turn_tokens(self) -> int:
@@ -89,30 +89,30 @@ class Conversations:
         text = self._tokenizer.decode(log.tokens)
         log.cut, log.eos = not turn.ended, turn.eos
         if log.never_began:
-            self._replies.put(Reply(log.conversation.session, log.never_began, 0.0))
+            self._replies.put(TurnResult(log.conversation.session, log.never_began, 0.0))
         else:
             self._workers.submit(log.conversation, text, list(log.turns), replies=self._replies)
         log.turns.append(text)
 
-    def answers(self, seconds: float) -> list[Answer]:
+    def answers(self, seconds: float) -> list[TurnAnswer]:
         """Return what environments said since the last call; wait up to `seconds` for the first."""
         return [self._answer(reply) for reply in received(self._replies, seconds)]
 
-    def _answer(self, reply: Reply) -> Answer:
+    def _answer(self, reply: TurnResult) -> TurnAnswer:
         request = self._requests[reply.session]
         log, outcome = self._logs[request], reply.outcome
         log.seconds += reply.seconds
         log.outcomes.append(outcome)
         if outcome.messages is None:
-            return Answer(request, None)
+            return TurnAnswer(request, None)
         cut = log.cut or len(log.turns) >= self._config.turns
         if not cut:
             try:
-                return Answer(request, self._format.tokens(outcome.messages, log.eos))
+                return TurnAnswer(request, self._format.tokens(outcome.messages, log.eos))
             except InputError as error:
                 log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
         self._workers.release(log.conversation)
-        return Answer(request, None, cut)
+        return TurnAnswer(request, None, cut)
 
     def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, *, waiting: Callable[[], None]) -> Scores:
         """Score rollouts `rows` of the call: what their environments gave, and the rewards of their last turns.
@@ -234,7 +234,7 @@ def begin_conversations(
     workers, seed = scorer.environment, f"{config.rollout.seed}:{step}"
     assert workers is not None, "the config names an environment"
     format = TurnFormat(tokenizer, config.environment.template, config.data.thinking)
-    replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
     seeds = [zlib.crc32(f"{seed}:{problem.prompt}:{problem.answer}".encode()) for problem in problems]
     sessions = dict[int, int]()
     for place, (problem, own) in enumerate(zip(problems, seeds)):
@@ -280,9 +280,9 @@ def row_of(problem: Problem) -> dict[str, object]:
     return {**problem.row, "prompt": messages or str(problem.prompt), "answer": problem.answer}
 
 
-def received(replies: "queue.SimpleQueue[Reply | BaseException]", seconds: float) -> list[Reply]:
+def received(replies: "queue.SimpleQueue[TurnResult | BaseException]", seconds: float) -> list[TurnResult]:
     """Return all replies that are there; wait up to `seconds` for the first. Raises what a worker's thread raised."""
-    found = list[Reply]()
+    found = list[TurnResult]()
     try:
         while True:
             reply = replies.get(timeout=seconds) if seconds and not found else replies.get_nowait()

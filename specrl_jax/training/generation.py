@@ -17,7 +17,7 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.process_groups import Share
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.begun import Begun, Upcoming
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.conversations import Conversations, begin_conversations
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
@@ -80,12 +80,12 @@ class _UntilNewer:
         return self.policy is not None
 
 
-class Generation:
+class RolloutGenerator:
     """Draws, generates and scores the rollouts of one step after the other."""
 
     def __init__(
         self,
-        rollout: Rollout,
+        rollout: RolloutEngines,
         stream: ProblemStream,
         scorer: Scorer,
         speculation: Speculation,

@@ -13,14 +13,14 @@ import numpy as np
 from specrl_jax import distributed
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.agreement import named_files
-from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
+from specrl_jax.io.metrics import MetricsWriter, NoMetrics, StepMetrics, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.beside import Beside
-from specrl_jax.training.build import Learner, Rollout, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
 from specrl_jax.training.generation import NOTHING_AHEAD
@@ -36,7 +36,7 @@ from specrl_jax.training.step import StepResult, train_step
 
 def training_steps(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutEngines,
     problems: Problems,
     *,
     scorer: Scorer,
@@ -44,7 +44,7 @@ def training_steps(
     stop: threading.Event,
     trackers: Trackers | None = None,
     evaluates: bool = True,
-) -> Iterator[Row]:
+) -> Iterator[StepMetrics]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
 
     Row 0, the evaluation before training, comes first.
@@ -94,7 +94,7 @@ class _Run:
     def __init__(
         self,
         learner: Learner,
-        rollout: Rollout,
+        rollout: RolloutEngines,
         problems: Problems,
         scorer: Scorer,
         workdir: str,
@@ -174,7 +174,7 @@ class _Run:
         )
         self.ahead = NOTHING_AHEAD
 
-    def make_step(self) -> Row:
+    def make_step(self) -> StepMetrics:
         """Make the next step: train, evaluate, write its row, save. Return the row."""
         step, clock = self.step + 1, PhaseClock(self.display)
         speculation = self.monitor.speculation
@@ -212,7 +212,7 @@ class _Run:
         rounds = 1 + self.config.draft.compare_rounds
         return 3 * rounds * comparison_share(self.config) * self.generation if self.compares else 0.0
 
-    def show_step(self, row: Row) -> None:
+    def show_step(self, row: StepMetrics) -> None:
         """Print the line of a step whose row is written."""
         note = _note(row, self.rollout.engine.draft_length, self.remarks)
         ahead = self._comparison + self.evaluation * evaluations_left(
@@ -220,7 +220,7 @@ class _Run:
         )
         self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead=ahead)
 
-    def _metrics(self, result: StepResult) -> Row:
+    def _metrics(self, result: StepResult) -> StepMetrics:
         """Return the metrics of the step, with its alarms; keep its remarks."""
         generated = result.generated
         workers = self.rollout.engine.worker_metrics()
@@ -237,7 +237,7 @@ class _Run:
         self.remarks = "  ".join(filter(None, (generated.scores.warning(), message)))
         return row | alarms
 
-    def finish_row(self, row: Row, histograms: Mapping[str, np.ndarray]) -> Row:
+    def finish_row(self, row: StepMetrics, histograms: Mapping[str, np.ndarray]) -> StepMetrics:
         """Add what is due after the row's step, and write the row. Raise Stopped before anything is written."""
         self.unfinished = row
         step, last, config = int(row["step"]), int(row["step"]) == self.config.steps, self.config
@@ -315,13 +315,13 @@ class _Run:
         self.checkpoints.close()
 
 
-def _written_rows(workdir: str) -> list[Row]:
+def _written_rows(workdir: str) -> list[StepMetrics]:
     """Return the rows of metrics.jsonl, in the first process. Raises InputError in all where it does there."""
     with distributed.refused_together():
         return read_metrics(workdir) if distributed.is_first_process() else []
 
 
-def _is_written(written: Sequence[Row], step: int) -> bool:
+def _is_written(written: Sequence[StepMetrics], step: int) -> bool:
     """Return whether the first process found the row of a step. Collective."""
     return distributed.any_process(any(row["step"] == step for row in written))
 

@@ -25,10 +25,10 @@ from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.process_groups import Agreement
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.serialize import Packed, unpack
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.dynamic_sampling import gather_round
-from specrl_jax.training.generation import NOTHING_AHEAD, Ahead, Generation, Newer, Published, RolloutBatch, never
+from specrl_jax.training.generation import NOTHING_AHEAD, Ahead, Newer, Published, RolloutBatch, RolloutGenerator, never
 from specrl_jax.training.inflight import WeightUpdates
 from specrl_jax.training.partial import Left, gather_left, own_left
 from specrl_jax.training.speculation import Speculation
@@ -307,7 +307,7 @@ class Async:
 
 
 def make_pipeline(
-    rollout: Rollout,
+    rollout: RolloutEngines,
     stream: ProblemStream,
     scorer: Scorer,
     *,
@@ -330,7 +330,7 @@ def make_pipeline(
     """
     config, groups = rollout.plan.config, rollout.plan.groups
     shared = rollout, stream, scorer, speculation, on_progress
-    generation = Generation(*shared, own_left(restored.left))
+    generation = RolloutGenerator(*shared, own_left(restored.left))
     if config.pipeline.mode == "sync":
         return Sync(generation.draw, generation.generate, restored.left)
     update, agree, first_generated = config.pipeline.weight_update, Agreement(groups.own), first + len(restored.batches)

@@ -9,9 +9,9 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.errors import InputError, printable
 from specrl_jax.io.agreement import named_files
 from specrl_jax.io.checkpoints import Checkpoints
-from specrl_jax.io.metrics import Row
+from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.build import Learner, RolloutEngines
 from specrl_jax.training.generation import NOTHING_AHEAD, Ahead
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
@@ -68,15 +68,16 @@ class Start(NamedTuple):
     monitor: Monitor
     ahead: Ahead  # of the next steps
     replay: Replay | None  # None: draft.replay_updates is 0
-    unfinished: Row  # metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none
+    # Metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none.
+    unfinished: StepMetrics
 
 
-def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, *, stream: ProblemStream) -> Start:
+def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoints, *, stream: ProblemStream) -> Start:
     """Return the state of the last whole checkpoint, or a fresh one; seek the stream to there.
 
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
-    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, Row(step=0), NOTHING_AHEAD
+    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, StepMetrics(step=0), NOTHING_AHEAD
     found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
     if found is None:
         state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)

@@ -16,7 +16,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import Held, Pool
+from specrl_jax.decoding.pages import Held, PagePool
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.decoding.stop_texts import StopTexts, make_stop_texts
@@ -234,7 +234,7 @@ class Target:
             return_experts=self.config.limits.records,
         )
         own = cache.target if isinstance(cache, Caches) else cache
-        inputs = qwen3.Inputs(tokens, paging.positions)
+        inputs = qwen3.ModelInputs(tokens, paging.positions)
         out = qwen3.forward(
             params.policy, self.model, inputs, partition=self.partition, options=options, cache=own, table=paging.table
         )
@@ -270,7 +270,7 @@ class Target:
             sequence=row,
             lookup_cache=cast(LookupCache, self.partition.replicated),
             cache=self._cache_shardings(),
-            pool=Pool(table, table, row),
+            pool=PagePool(table, table, row),
             held=Held(table, row, row),
             mask=cast(MaskBuffer, row),
             earlier=cast(Earlier, row),

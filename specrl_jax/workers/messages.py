@@ -39,7 +39,7 @@ class Address(NamedTuple):
     key: str  # hexadecimal
 
 
-class Hello(NamedTuple):
+class RolloutWorkerHello(NamedTuple):
     """A worker's first message."""
 
     facts: str  # JSON, of io/agreement.py
@@ -111,7 +111,7 @@ NO_LATER = Later([], np.zeros(0, np.int64))
 class Ask(NamedTuple):
     """Rollouts to generate, or to begin."""
 
-    engine: str  # a field of Rollout, ENDED or ENOUGH
+    engine: str  # a field of RolloutEngines, ENDED or ENOUGH
     weights: list[Offer]  # of every process of the learner, together whole; none: those at hand
     version: WeightsVersion
     prompts: list[list[int]]  # none: begin those of `later`; where it has none either compile only
@@ -130,7 +130,7 @@ CHOOSES = -1  # the worker's controller says how many
 CHOOSES_ALARMED = -2  # it does while the learner's alarm is on: in probes only
 
 
-class Answer(NamedTuple):
+class WorkerAnswer(NamedTuple):
     """A worker's answer to an `Ask`."""
 
     rollouts: Rollouts | None  # None: only compiled, or begun

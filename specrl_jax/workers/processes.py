@@ -63,7 +63,7 @@ class Request(NamedTuple):
     rollouts: Rollouts | None  # what came of it; None: its weights are wanted, for one worker
 
 
-class Reply(NamedTuple):
+class OfferReply(NamedTuple):
     """Weights for one worker."""
 
     offer: Offer | None  # None: the call has ended here
@@ -117,7 +117,7 @@ class First:
             try:
                 for connection in self._connections:
                     send(connection, Request(call, None))
-                offers = [receive(connection, Reply).offer for connection in self._connections]
+                offers = [receive(connection, OfferReply).offer for connection in self._connections]
             except (EOFError, OSError):
                 raise WorkersFailed("another process of the learner left") from None
         found = [offer for offer in offers if offer is not None]
@@ -179,7 +179,7 @@ class Other:
             while True:
                 request = receive(self._connection, Request)
                 if request.rollouts is None:
-                    send(self._connection, Reply(self._offer(request.call)))
+                    send(self._connection, OfferReply(self._offer(request.call)))
                 else:
                     with self._changed:
                         self._rollouts = request.rollouts

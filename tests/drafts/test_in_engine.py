@@ -312,7 +312,7 @@ def entries_from_scratch(kind, tokens):
     policy, draft = params_of(kind)
     at, (shape, table) = row_positions(tokens), own_pages(*tokens.shape)
     if kind == "model":
-        text, options = qwen3.Inputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
+        text, options = qwen3.ModelInputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
         run = jax.jit(
             lambda params, cache: qwen3.forward(
                 params, DRAFTS[kind].config, text, partition=ONE, options=options, cache=cache, table=table

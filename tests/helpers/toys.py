@@ -18,7 +18,7 @@ from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify.op import Draft, Noise, verify
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.draft_lengths import FixedLength
-from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, Text, sample_draft
+from specrl_jax.decoding.drafters import NO_DRAFTER, CommittedTokens, Drafter, sample_draft
 from specrl_jax.decoding.engine import make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
@@ -177,7 +177,7 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
     """Return a drafter that rebuilds its state each time: `stateful_drafter` must equal it."""
 
     def draft(params, slots, seed, k):
-        text = Text(slots.tokens, slots.length, Table(slots.held.table, slots.held.table))
+        text = CommittedTokens(slots.tokens, slots.length, Table(slots.held.table, slots.held.table))
         buffer = sync_all(None, text, Caches(None, jnp.full_like(slots.cache.draft, UNWRITTEN))).draft
         return _draft_on(jnp.array(table), buffer, slots, seed, k, Sampling(temperature), vocab_map), slots.cache
 

@@ -17,7 +17,7 @@ from specrl_jax.models.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
+class Eagle3Format:
     """Layout in which one family of checkpoints stores a head."""
 
     layer: str  # prefix of the layer's tensors
@@ -25,9 +25,9 @@ class Format:
 
 
 FORMATS = {
-    "sglang": Format("midlayer.", nested=False),
-    "vllm": Format("layers.0.", nested=False),
-    "speculators": Format("layers.0.", nested=True),
+    "sglang": Eagle3Format("midlayer.", nested=False),
+    "vllm": Eagle3Format("layers.0.", nested=False),
+    "speculators": Eagle3Format("layers.0.", nested=True),
 }
 NESTED = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # architectures that speculators writes
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -23,7 +23,7 @@ from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """The text of a forward pass. Segments, targets and counted tokens are for the training layout."""
 
     tokens: jax.Array  # [B, T] int32
@@ -73,7 +73,7 @@ class Output(NamedTuple):
 def forward(
     params: Params,
     config: Qwen3Config,
-    inputs: Inputs,
+    inputs: ModelInputs,
     *,
     partition: Partitioner,
     options: Options = DEFAULT,
