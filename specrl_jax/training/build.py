@@ -59,6 +59,13 @@ from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
 from specrl_jax.rl.objectives import Objective
+from specrl_jax.training.inference_engine import (
+    InferenceConfig,
+    PrepareStep,
+    find_stop_texts,
+    make_prepare,
+    make_rollout_engine,
+)
 from specrl_jax.training.plan import (
     Plan,
     draft_lengths,
@@ -66,13 +73,6 @@ from specrl_jax.training.plan import (
     make_plan,
     open_mesh,
     training_sampling,
-)
-from specrl_jax.training.rollouts import (
-    InferenceConfig,
-    PrepareStep,
-    find_stop_texts,
-    make_prepare,
-    make_rollout_engine,
 )
 
 # Seconds that a layer of a program takes to compile, two programs side by side: 0.2 to 0.7 on AMD EPYCs of three kinds;

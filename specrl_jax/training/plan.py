@@ -21,7 +21,7 @@ from specrl_jax.models.layers import Yarn
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
 from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
-from specrl_jax.training.rollouts import check_cache_length
+from specrl_jax.training.inference_engine import check_cache_length
 
 # Draft lengths that the controller chooses from.
 LENGTHS = (0, 1, 2, 3, 5, 7)

@@ -39,7 +39,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.heads import drawn_params
 from tests.helpers.long import long_but
