@@ -17,7 +17,7 @@ from experiments.accelerator.engines import Built, build
 from experiments.accelerator.parts import Row, one_line
 from experiments.accelerator.sizes import FRACTIONS, Model, Sizes
 from specrl_jax.decoding.decode import chunk_inputs
-from specrl_jax.decoding.pages import Held, PagePool
+from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.eagle3.network import eagle3_config
@@ -222,7 +222,7 @@ def fill(slots: Slots, live: int, pages: int) -> Slots:
         rollout_id=jnp.arange(B, dtype=jnp.uint32),
         cache=jax.tree.map(drawn, slots.cache),
         pool=pool,
-        held=Held(own, zeros + pages, zeros),
+        held=PageTable(own, zeros + pages, zeros),
     )
 
 

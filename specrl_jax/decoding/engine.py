@@ -13,17 +13,17 @@ from typing import Generic, Self
 import numpy as np
 
 from kernels_pallas.verify.sampling import most_kept
-from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.calibration import calibrate
 from specrl_jax.decoding.compiled import CompiledFunctions, Program
 from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.conversing import ConversingBatch
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.multi_turn import MultiTurnBatch
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -49,7 +49,7 @@ class Engine(Generic[Params, Cache]):
     sampling: Sampling
     response_tokens: int  # most of a rollout, unless a call says otherwise
     greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
-    agree: Agree = alone
+    agree: Broadcast = alone
 
     def sampled_as(self, sampling: Sampling, response_tokens: int, greedy: bool = False) -> Self:
         """Return an engine of the same programs that samples so; its rule and K must be this one's (`shares`)."""
@@ -131,7 +131,7 @@ class Engine(Generic[Params, Cache]):
         if turns is None:
             batch = ActiveBatch(self, params, scheduler, seed, c.version)
         else:
-            batch = ConversingBatch(self, params, scheduler, seed, c.version, turns, longest, on_progress)
+            batch = MultiTurnBatch(self, params, scheduler, seed, c.version, turns, longest, on_progress)
         while not (batch.is_finished.all() or c.enough(batch.is_finished)) and batch.prepare():
             on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
             self._decode(batch, lengths)
@@ -276,7 +276,7 @@ def make_engine(
     *,
     prompt_shardings: Prompts,
     lengths: tuple[int, ...] | None = None,
-    agree: Agree = alone,
+    agree: Broadcast = alone,
 ) -> Engine[Params, Cache]:
     """Return an engine; its functions are compiled at first use, or all at once by `compiled.compile_all`.
 

@@ -22,7 +22,7 @@ class PagePool(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # [D] int32, free pages; hides tuple.count
 
 
-class Held(NamedTuple):
+class PageTable(NamedTuple):
     """The pages of B rows, those of shard d in rows d B / D and up. C: no page."""
 
     table: jax.Array  # [B, P] int32, page of positions [j T, (j + 1) T) at column j, an id of the row's shard
@@ -36,25 +36,25 @@ def empty_pool(shards: int, pages: int) -> PagePool:
     return PagePool(jnp.zeros((shards, pages), jnp.int32), free, jnp.full((shards,), pages, jnp.int32))
 
 
-def no_pages(rows: int, columns: int, pages: int) -> Held:
+def no_pages(rows: int, columns: int, pages: int) -> PageTable:
     """Return rows without pages, of at most `columns`, out of a pool of `pages` a shard."""
     zeros = jnp.zeros((rows,), jnp.int32)
-    return Held(jnp.full((rows, columns), pages, jnp.int32), zeros, zeros)
+    return PageTable(jnp.full((rows, columns), pages, jnp.int32), zeros, zeros)
 
 
-def tables(held: Held, pages: int) -> Table:
+def tables(held: PageTable, pages: int) -> Table:
     """Return the tables that a forward reads by and writes by."""
     own = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
     return Table(held.table, jnp.where(own, held.table, pages))
 
 
-def missing(pool: PagePool, held: Held, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def missing(pool: PagePool, held: PageTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return how many pages each row [B] lacks to hold `wanted` [B], and whether every shard [D] has as many free."""
     need = jnp.maximum(wanted - held.count, 0)
     return need, need.reshape(len(pool.count), -1).sum(axis=1, dtype=jnp.int32) <= pool.count
 
 
-def take(pool: PagePool, held: Held, need: jax.Array, most: int) -> tuple[PagePool, Held]:
+def take(pool: PagePool, held: PageTable, need: jax.Array, most: int) -> tuple[PagePool, PageTable]:
     """Give every row `need` [B] more pages, at most `most`; each shard must have as many free."""
     D, C = pool.free.shape
     by_shard = need.reshape(D, -1)
@@ -69,10 +69,10 @@ def take(pool: PagePool, held: Held, need: jax.Array, most: int) -> tuple[PagePo
         held.table, columns, ids.reshape(-1, most)
     )
     count = pool.count - by_shard.sum(axis=1, dtype=jnp.int32)
-    return PagePool(references, pool.free, count), Held(new_table, held.count + need, held.shared)
+    return PagePool(references, pool.free, count), PageTable(new_table, held.count + need, held.shared)
 
 
-def release(pool: PagePool, held: Held, rows: jax.Array) -> tuple[PagePool, Held]:
+def release(pool: PagePool, held: PageTable, rows: jax.Array) -> tuple[PagePool, PageTable]:
     """Take every page from `rows` [B] bool; those that nobody else holds are free again."""
     D, C = pool.free.shape
     let_go = jnp.where(rows[:, None], held.table, C).reshape(D, -1)
@@ -85,10 +85,10 @@ def release(pool: PagePool, held: Held, rows: jax.Array) -> tuple[PagePool, Held
     )
     pool = PagePool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
     none = jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared)
-    return pool, Held(jnp.where(rows[:, None], C, held.table), *none)
+    return pool, PageTable(jnp.where(rows[:, None], C, held.table), *none)
 
 
-def share(pool: PagePool, prompts: Held, source: jax.Array, pages: jax.Array) -> tuple[PagePool, Held]:
+def share(pool: PagePool, prompts: PageTable, source: jax.Array, pages: jax.Array) -> tuple[PagePool, PageTable]:
     """Let rows hold the first pages of prompts, beside who holds them now.
 
     Args:
@@ -102,7 +102,7 @@ def share(pool: PagePool, prompts: Held, source: jax.Array, pages: jax.Array) ->
     table = pick(prompts.table, source.reshape(D, -1))
     table = jnp.where(jnp.arange(table.shape[1])[None] < pages[:, None], table, C)
     references = jax.vmap(lambda row, ids: row.at[ids].add(1, mode="drop"))(pool.references, table.reshape(D, -1))
-    return pool._replace(references=references), Held(table, pages, pages)
+    return pool._replace(references=references), PageTable(table, pages, pages)
 
 
 def gather_pages(shards: int, cache: Tree, ids: jax.Array) -> Tree:

@@ -12,8 +12,8 @@ from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append, empty_lookup_cache, insert
 from specrl_jax.decoding.pages import (
-    Held,
     PagePool,
+    PageTable,
     empty_pool,
     gather_pages,
     join,
@@ -202,7 +202,7 @@ def _start_rows(
     batch: PrefillBatch,
     length: jax.Array,
     config: EngineConfig,
-) -> tuple[PagePool, Cache, Held]:
+) -> tuple[PagePool, Cache, PageTable]:
     """Give the fresh slots their pages: those of the prompt that end before its last token, and a copy of the next."""
     D, C, fresh = config.shards, config.shard_pages, batch.fresh
     full = jnp.where(fresh, (length - 1) // config.page_tokens, 0)

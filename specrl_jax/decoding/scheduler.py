@@ -303,13 +303,13 @@ class Scheduler:
         order = np.where(self.owner == FREE, -1, self._order[self.owner])
         return int(self._by_shard(order)[shard].argmax()) + shard * self._rows_per_shard
 
-    def park(self, row: int) -> int:
+    def preempt(self, row: int) -> int:
         """Free a row whose request will be placed again; return the request."""
         request, self.owner[row] = int(self.owner[row]), FREE
         return request
 
     def place(self, rows: np.ndarray, requests: np.ndarray) -> None:
-        """Give free rows to requests, new or parked."""
+        """Give free rows to requests, new or preempted."""
         self.owner[rows] = requests
         new = requests[self._order[requests] < 0]
         self._order[new] = self._started + np.arange(len(new))

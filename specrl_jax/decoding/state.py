@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import Held, PagePool, tables
+from specrl_jax.decoding.pages import PagePool, PageTable, tables
 
 Params = TypeVar("Params")
 Cache = TypeVar("Cache")
@@ -127,7 +127,7 @@ class Slots(Generic[Cache]):
     lookup_cache: LookupCache | None  # texts for lookup drafters
     cache: Cache  # pages of the target's and the drafter's caches; axis 0 of every array is the page
     pool: PagePool  # who holds them
-    held: Held  # those of each row
+    held: PageTable  # those of each row
     sampling: RowSampling  # of each row
     mask: MaskBuffer | None = None  # None: not recorded
     earlier: Earlier | None = None  # None: rollouts begin at their prompts
@@ -160,7 +160,7 @@ class Prompts(NamedTuple):
 
     tokens: jax.Array  # [D n, T] int32
     length: jax.Array  # [D n] int32
-    held: Held
+    held: PageTable
 
 
 class PrefillBatch(NamedTuple):

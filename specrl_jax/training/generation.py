@@ -16,7 +16,6 @@ from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, group_rows
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.process_groups import Share
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.begun import Begun, Upcoming
 from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.conversations import Conversations, begin_conversations
 from specrl_jax.training.dynamic_sampling import (
@@ -26,7 +25,8 @@ from specrl_jax.training.dynamic_sampling import (
     score_rollouts,
     with_rewards,
 )
-from specrl_jax.training.partial import NOTHING_LEFT, Left, enough_groups, split_groups
+from specrl_jax.training.lookahead_buffer import LookaheadBuffer, Upcoming
+from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS, PartialRollouts, enough_groups, split_groups
 from specrl_jax.training.prompt_lengths import PromptLengths
 from specrl_jax.training.speculation import Speculation
 
@@ -37,17 +37,17 @@ class RolloutBatch(NamedTuple):
     rounds: list[ScoredRollouts]
     position: dict[str, object]  # of the data stream, after the problems drawn for them
     seconds: dict[str, float]  # of data and generate; "idle": the rollout devices waited for weights
-    left: list[Left]  # of each process: what it has begun beside them (grpo.oversample)
+    left: list[PartialRollouts]  # of each process: what it has begun beside them (grpo.oversample)
 
 
-class Ahead(NamedTuple):
+class PrefetchedRollouts(NamedTuple):
     """Rollouts that a checkpoint holds for the steps after it, of all processes."""
 
     batches: list[RolloutBatch]  # of the next steps
-    left: list[Left]  # after the last of them
+    left: list[PartialRollouts]  # after the last of them
 
 
-NOTHING_AHEAD = Ahead([], [])
+NOTHING_PREFETCHED = PrefetchedRollouts([], [])
 
 
 class Published(NamedTuple):
@@ -90,7 +90,7 @@ class RolloutGenerator:
         scorer: Scorer,
         speculation: Speculation,
         on_progress: Callable[[int, int], None],
-        left: Left = NOTHING_LEFT,
+        left: PartialRollouts = NO_PARTIAL_ROLLOUTS,
     ) -> None:
         """
         Args:
@@ -105,7 +105,7 @@ class RolloutGenerator:
         self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
         later = self._upcoming, rollout.tokenizer.encode, self._grpo, config.pipeline.lag, config.steps, self._groups
-        self._begun = Begun(*later) if exact else None
+        self._begun = LookaheadBuffer(*later) if exact else None
 
     def draw(self) -> list[Problem]:
         """Return the problems that the next step begins with, which all processes draw alike."""

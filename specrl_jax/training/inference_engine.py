@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from kernels_pallas.verify.op import RowSampling, SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, compiler_options, stand_in
 from specrl_jax.data.tokenizers import Ends, Tokenizer
-from specrl_jax.decoding.agree import Agree, alone
+from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import Held, PagePool
+from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.decoding.stop_texts import StopTexts, make_stop_texts
@@ -145,7 +145,7 @@ def make_rollout_engine(
     tokenizer: Ends,
     partition: Partitioner,
     lengths: tuple[int, ...] | None = None,
-    agree: Agree = alone,
+    agree: Broadcast = alone,
 ) -> Engine:
     """Build the engine of a policy for one sampling setting.
 
@@ -271,7 +271,7 @@ class Target:
             lookup_cache=cast(LookupCache, self.partition.replicated),
             cache=self._cache_shardings(),
             pool=PagePool(table, table, row),
-            held=Held(table, row, row),
+            held=PageTable(table, row, row),
             mask=cast(MaskBuffer, row),
             earlier=cast(Earlier, row),
             sampling=RowSampling(row, row, row),
@@ -282,7 +282,7 @@ class Target:
     def prompt_shardings(self) -> Prompts:
         """Return shardings of the prompt that each shard carries over."""
         table, row = (stand_in(self.partition.sharding(axes)) for axes in (("batch", None), ("batch",)))
-        return Prompts(table, row, Held(table, row, row))
+        return Prompts(table, row, PageTable(table, row, row))
 
     def _cache_shardings(self) -> Cache:
         axes = (stand_in(kv.PAGE_AXES),) * self.model.layers

@@ -23,7 +23,7 @@ from specrl_jax.training.beside import Beside
 from specrl_jax.training.build import Learner, RolloutEngines, prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
-from specrl_jax.training.generation import NOTHING_AHEAD
+from specrl_jax.training.generation import NOTHING_PREFETCHED
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
 from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
@@ -172,7 +172,7 @@ class _Run:
             workdir=self.workdir,
             restored=self.ahead,
         )
-        self.ahead = NOTHING_AHEAD
+        self.ahead = NOTHING_PREFETCHED
 
     def make_step(self) -> StepMetrics:
         """Make the next step: train, evaluate, write its row, save. Return the row."""

@@ -19,7 +19,7 @@ from typing import Protocol
 from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.decoding.agree import Agree, alone
+from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.process_groups import Agreement
@@ -28,9 +28,17 @@ from specrl_jax.serialize import Packed, unpack
 from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.dynamic_sampling import gather_round
-from specrl_jax.training.generation import NOTHING_AHEAD, Ahead, Newer, Published, RolloutBatch, RolloutGenerator, never
+from specrl_jax.training.generation import (
+    NOTHING_PREFETCHED,
+    Newer,
+    PrefetchedRollouts,
+    Published,
+    RolloutBatch,
+    RolloutGenerator,
+    never,
+)
 from specrl_jax.training.inflight import WeightUpdates
-from specrl_jax.training.partial import Left, gather_left, own_left
+from specrl_jax.training.partial import PartialRollouts, gather_partial_rollouts, local_partial_rollouts
 from specrl_jax.training.speculation import Speculation
 
 
@@ -65,7 +73,7 @@ class Pipeline(Protocol):
         """Return whether `take` would not wait, or would fail, in every process. Collective."""
 
     def take(self, step: int) -> RolloutBatch: ...
-    def ahead(self, step: int, wait: bool) -> Ahead | None:
+    def ahead(self, step: int, wait: bool) -> PrefetchedRollouts | None:
         """Return what the checkpoint of a step keeps for those after it. Collective.
 
         None without `wait` where some are still being generated.
@@ -77,7 +85,7 @@ class Pipeline(Protocol):
 class Sync:
     """Generates in the learner's turn."""
 
-    def __init__(self, draw: Draw, generate: GenerateStep, left: list[Left]) -> None:
+    def __init__(self, draw: Draw, generate: GenerateStep, left: list[PartialRollouts]) -> None:
         self._draw, self._generate, self._left = draw, generate, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0
@@ -99,12 +107,12 @@ class Sync:
         # Released before learning: nothing reads these weights any more.
         policy, self._newest = self._newest, None
         batch = self._generate(step, self._problems, policy, newer=never)
-        self._left = gather_left(*batch.left)
+        self._left = gather_partial_rollouts(*batch.left)
         seconds = batch.seconds | {"data": self._data_seconds, "idle": 0.0}
         return batch._replace(seconds=seconds, left=self._left)
 
-    def ahead(self, step: int, wait: bool) -> Ahead:
-        return Ahead([], self._left)
+    def ahead(self, step: int, wait: bool) -> PrefetchedRollouts:
+        return PrefetchedRollouts([], self._left)
 
     def close(self) -> None:
         pass
@@ -135,11 +143,11 @@ class Async:
         first: int,
         last: int,
         devices: Devices,
-        restored: Ahead = NOTHING_AHEAD,
+        restored: PrefetchedRollouts = NOTHING_PREFETCHED,
         begin: Begin | None = None,
         updates: WeightUpdates | None = None,
         order: Sequence[int] = (0,),
-        agree: Agree = alone,
+        agree: Broadcast = alone,
     ) -> None:
         self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
         self._updates, self._order, self._agree, self._left = updates, order, agree, restored.left
@@ -174,7 +182,7 @@ class Async:
             del self._gathered[learned]
         return self._gather(step)
 
-    def ahead(self, step: int, wait: bool) -> Ahead | None:
+    def ahead(self, step: int, wait: bool) -> PrefetchedRollouts | None:
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
         missing = any(ahead not in self._gathered and ahead not in self._generated for ahead in steps)
         if not wait and distributed.any_process(missing):
@@ -182,7 +190,7 @@ class Async:
         batches = [self._gather(ahead) for ahead in steps]
         # The steps before the last are there, too: `step` itself, or nothing was generated yet.
         last = self._gathered.get(steps[-1] if steps else step)
-        return Ahead(batches, last.left if last else self._left)
+        return PrefetchedRollouts(batches, last.left if last else self._left)
 
     def close(self) -> None:
         """Wait for the rollouts under way and drop them."""
@@ -196,7 +204,7 @@ class Async:
         if step not in self._gathered:
             own = distributed.together(lambda: self._own(step))
             rounds = [gather_round(part, self._order) for part in own.rounds]
-            self._gathered[step] = own._replace(rounds=rounds, left=gather_left(*own.left))
+            self._gathered[step] = own._replace(rounds=rounds, left=gather_partial_rollouts(*own.left))
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:
@@ -316,7 +324,7 @@ def make_pipeline(
     on_progress: Callable[[int, int], None],
     devices: Devices,
     workdir: str,
-    restored: Ahead = NOTHING_AHEAD,
+    restored: PrefetchedRollouts = NOTHING_PREFETCHED,
 ) -> Pipeline:
     """Build the pipeline of pipeline.mode.
 
@@ -330,7 +338,7 @@ def make_pipeline(
     """
     config, groups = rollout.plan.config, rollout.plan.groups
     shared = rollout, stream, scorer, speculation, on_progress
-    generation = RolloutGenerator(*shared, own_left(restored.left))
+    generation = RolloutGenerator(*shared, local_partial_rollouts(restored.left))
     if config.pipeline.mode == "sync":
         return Sync(generation.draw, generation.generate, restored.left)
     update, agree, first_generated = config.pipeline.weight_update, Agreement(groups.own), first + len(restored.batches)
@@ -344,18 +352,18 @@ def make_pipeline(
 AHEAD = "ahead"
 
 
-def with_rollouts(host: HostState, ahead: Ahead) -> HostState:
+def with_rollouts(host: HostState, ahead: PrefetchedRollouts) -> HostState:
     """Add the rollouts that the steps after a checkpoint learn from, of all processes."""
     return with_packed(host, AHEAD, ahead)
 
 
-def without_rollouts(host: HostState) -> tuple[Ahead, HostState]:
+def without_rollouts(host: HostState) -> tuple[PrefetchedRollouts, HostState]:
     """Return (what `with_rollouts` added, the rest). Raises InputError for those of an older version."""
     arrays = {name: x for name, x in host.arrays.items() if name.startswith(f"{AHEAD}.")}
     values = {name: value for name, value in host.values.items() if name != AHEAD}
     rest = HostState(values, {name: x for name, x in host.arrays.items() if name not in arrays})
     try:
-        return unpack(Ahead, Packed(host.values[AHEAD], arrays)), rest
+        return unpack(PrefetchedRollouts, Packed(host.values[AHEAD], arrays)), rest
     except (KeyError, TypeError) as error:
         raise InputError(
             f"checkpoints: the rollouts ahead lack {error}, an older version wrote them; resume with that version, or "

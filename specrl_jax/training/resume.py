@@ -12,7 +12,7 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Learner, RolloutEngines
-from specrl_jax.training.generation import NOTHING_AHEAD, Ahead
+from specrl_jax.training.generation import NOTHING_PREFETCHED, PrefetchedRollouts
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
 from specrl_jax.training.pipeline import without_rollouts
@@ -66,7 +66,7 @@ class Start(NamedTuple):
     state: RunState
     step: int | None  # of the checkpoint; None: a fresh run
     monitor: Monitor
-    ahead: Ahead  # of the next steps
+    ahead: PrefetchedRollouts  # of the next steps
     replay: Replay | None  # None: draft.replay_updates is 0
     # Metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none.
     unfinished: StepMetrics
@@ -77,7 +77,7 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
 
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
-    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, StepMetrics(step=0), NOTHING_AHEAD
+    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, StepMetrics(step=0), NOTHING_PREFETCHED
     found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
     if found is None:
         state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)

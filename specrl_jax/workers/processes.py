@@ -20,7 +20,7 @@ import jax
 
 from specrl_jax import distributed
 from specrl_jax.config import Config
-from specrl_jax.decoding.agree import Agree
+from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, WorkersFailed
@@ -84,7 +84,7 @@ class First:
         """Return metrics of the workers."""
         return self._pool.metrics()
 
-    def together(self, weights: Weights, work: Work[T], agree: Agree, *, on_progress: OnProgress) -> T:
+    def together(self, weights: Weights, work: Work[T], agree: Broadcast, *, on_progress: OnProgress) -> T:
         """Return what comes of `work`; the other processes wait for it, as `on_progress` does in all."""
         self._call += 1
 
@@ -100,7 +100,9 @@ class First:
         agree(int(Now.IS_DONE), 0, 0)
         return found
 
-    def rollouts(self, weights: Weights, work: Work[Rollouts], agree: Agree, *, on_progress: OnProgress) -> Rollouts:
+    def rollouts(
+        self, weights: Weights, work: Work[Rollouts], agree: Broadcast, *, on_progress: OnProgress
+    ) -> Rollouts:
         """Return the rollouts that come of `work`, in every process."""
         found = self.together(weights, work, agree, on_progress=on_progress)
         try:
@@ -144,7 +146,7 @@ class Other:
         """Return nothing: the first process knows the workers."""
         return {}
 
-    def together(self, weights: Weights, work: Work[T], agree: Agree, *, on_progress: OnProgress) -> None:
+    def together(self, weights: Weights, work: Work[T], agree: Broadcast, *, on_progress: OnProgress) -> None:
         """Wait until the first process has done its `work`, and offer these weights until then."""
         self._set(self._call + 1, weights)
         try:
@@ -158,7 +160,9 @@ class Other:
         finally:
             self._set(self._call, None)
 
-    def rollouts(self, weights: Weights, work: Work[Rollouts], agree: Agree, *, on_progress: OnProgress) -> Rollouts:
+    def rollouts(
+        self, weights: Weights, work: Work[Rollouts], agree: Broadcast, *, on_progress: OnProgress
+    ) -> Rollouts:
         """Return the rollouts that the first process sends."""
         self.together(weights, work, agree, on_progress=on_progress)
         with self._changed:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import PARKING, Program
+from specrl_jax.decoding.compiled import PREEMPTION, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -167,7 +167,7 @@ def test_no_scores_of_a_whole_row(k):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     "kind, k",
-    [("refill", 0), ("refill", 3), ("compact", 0), ("decode", 0), ("decode", 3), *((kind, 0) for kind in PARKING)],
+    [("refill", 0), ("refill", 3), ("compact", 0), ("decode", 0), ("decode", 3), *((kind, 0) for kind in PREEMPTION)],
 )
 def test_temporaries_are_small_beside_the_pool(platform, kind, k):
     """Calibration decodes with every length on one batch: of those the longest has most."""

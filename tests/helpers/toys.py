@@ -92,9 +92,9 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
 
 
 def watched(engine):
-    """Return a list that gets the name of each parking program as it runs."""
-    names, inner = [], engine.compiled.park
-    engine.compiled.park = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
+    """Return a list that gets the name of each program of preemption as it runs."""
+    names, inner = [], engine.compiled.preempt
+    engine.compiled.preempt = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
     return names
 
 

@@ -57,7 +57,7 @@ class Upcoming:
             self._drawn.append((batches, self._stream.position))
 
 
-class Begun:
+class LookaheadBuffer:
     """Rollouts of later steps that this process's group has begun."""
 
     def __init__(
