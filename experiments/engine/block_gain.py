@@ -85,7 +85,7 @@ def make_step(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
         def target(tokens: jax.Array, paging: Any, cache: Any) -> Any:
             return parts.decode(weights, tokens, paging, cache=cache)
 
-        _, slots = reserve(slots, max(k, parts.drafter.ahead), limits)
+        _, slots = reserve(slots, max(k, parts.drafter.uncommitted), limits)
         options = StepOptions(verify, parts.sampling, parts.eos_ids)
         new = speculative_step(slots, seed, draft, target_fn=target, options=options)
         return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])

@@ -55,7 +55,7 @@ class ActiveBatch(Generic[Params, Cache]):
         self._buffer = RolloutBuffer(scheduler.total, engine.config.cache_length, first)
         self._counted: np.ndarray | None = None  # [D] free pages, as far as they are known
         # Pages that an iteration of a row takes at most.
-        self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
+        self._iteration_pages = -(-(engine.compiled.uncommitted + 1) // engine.config.page_tokens)
         self._preempted: list[PreemptedRow] = []  # the oldest first
 
     @property
@@ -104,7 +104,7 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _refill(self) -> None:
         """Start as many requests as there are slots and pages for, until one of them is preempted."""
-        while (batch := self.scheduler.schedule(self._free, self._ahead)) is not None:
+        while (batch := self.scheduler.schedule(self._free, self._iteration_pages)) is not None:
             refill = self._engine.compiled.refill
             self.slots, self._carried = refill(self._params, self.slots, self._carried, batch=batch)
             self._counted = None
@@ -123,12 +123,12 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _reverify(self) -> None:
         """Verify what earlier weights drew of the rows that have begun."""
-        start, config, left = time.perf_counter(), self._engine.config, True
-        while left:
+        start, config, unverified = time.perf_counter(), self._engine.config, True
+        while unverified:
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
             self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
             found = self._fetch(found)
-            self._counted, left = np.asarray(found.free), bool(found.left)
+            self._counted, unverified = np.asarray(found.free), bool(found.unverified)
             self._collect_mask()
             self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
             if found.short:
@@ -149,7 +149,9 @@ class ActiveBatch(Generic[Params, Cache]):
     def _make_room(self) -> None:
         """Preempt the youngest rows of shards whose next iteration might lack pages, until it has them."""
         for shard in range(len(self._free)):
-            while self._free[shard] < self._ahead * (running := self.scheduler.running_by_shard[shard]) and running > 1:
+            while (running := self.scheduler.running_by_shard[shard]) > 1 and (
+                self._free[shard] < self._iteration_pages * running
+            ):
                 self._preempt(self.scheduler.youngest(shard))
 
     def _call(self, name: str, *rest: object) -> Any:
@@ -174,7 +176,7 @@ class ActiveBatch(Generic[Params, Cache]):
         pages = int(preempted.row.held.count)
         for shard, running in enumerate(self.scheduler.running_by_shard):
             rows = self.scheduler.free_rows(shard)
-            if not len(rows) or (running and self._free[shard] < pages + more + self._ahead * (running + 1)):
+            if not len(rows) or (running and self._free[shard] < pages + more + self._iteration_pages * (running + 1)):
                 continue
             number = np.int32(rows[0])
             self.slots = self._call("restore_row", number, preempted.row)
@@ -329,6 +331,6 @@ class ActiveBatch(Generic[Params, Cache]):
             self.is_finished, samples, version, chunks=self._chunks, eos_ids=engine.eos_ids, stops=engine.stops
         )
 
-    def begun(self) -> dict[int, np.ndarray]:
+    def lookahead_texts(self) -> dict[int, np.ndarray]:
         """Return id -> int32 response so far, of rollouts that the call does not wait for; as `rollouts` does."""
         return self._buffer.responses(range(self.scheduler.asked, self.scheduler.total))

@@ -90,7 +90,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self.sizes = (config.num_slots, *config.sizes)
         self.lengths = lengths
         # Positions beyond the last committed token that an iteration writes at most.
-        self.ahead = max(*lengths, functions.drafter.ahead, at_once(config) if config.earlier else 0)
+        self.uncommitted = max(*lengths, functions.drafter.uncommitted, at_once(config) if config.earlier else 0)
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
         self.on_begin: Callable[[list[Program]], None] = lambda programs: None
         self.on_program: Callable[[Program, float], None] = lambda program, seconds: None
@@ -98,7 +98,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
         self._compiled: dict[Program, Callable] = {}
         # Programs that `begin_next` has begun, the oldest first. An evaluation may run while another thread generates.
-        self._begun: dict[Program, concurrent.futures.Future[Callable]] = {}
+        self._compiling: dict[Program, concurrent.futures.Future[Callable]] = {}
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
         self.beside, self.stays_large, self.spare = False, False, threading.Event()
@@ -161,8 +161,8 @@ class CompiledFunctions(Generic[Params, Cache]):
     ) -> None:
         if missing := [program for program in programs if program not in self._compiled]:
             self.on_begin(missing)
-        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._begun)
-        self._begun.clear()
+        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._compiling)
+        self._compiling.clear()
 
         def finish_oldest() -> None:
             program = next(iter(running))
@@ -207,16 +207,16 @@ class CompiledFunctions(Generic[Params, Cache]):
         if not self.beside:
             return
         with self._lock:
-            for program in [program for program, future in self._begun.items() if future.done()]:
+            for program in [program for program, future in self._compiling.items() if future.done()]:
                 self._take(program)
             threads = max(1, int(BESIDE * min(MOST_THREADS, os.cpu_count() or 1)))
             # Small ones first: with them one decode program is enough for a smaller batch.
-            left = [p for p in programs if p not in self._compiled and p not in self._begun]
-            following = min(left, key=lambda program: program.kind != "compact", default=None)
-            if following is None or len(self._begun) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            missing = [p for p in programs if p not in self._compiled and p not in self._compiling]
+            following = min(missing, key=lambda program: program.kind != "compact", default=None)
+            if following is None or len(self._compiling) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                 return
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(threads)
-            self._begun[following] = self._pool.submit(self._finisher(following, params))
+            self._compiling[following] = self._pool.submit(self._finisher(following, params))
 
     def postponed(self, size: int) -> bool:
         """Return whether a batch is not to shrink to `size` rows yet."""
@@ -225,7 +225,7 @@ class CompiledFunctions(Generic[Params, Cache]):
 
     def _take(self, program: Program) -> None:
         """Wait for a program that `begin_next` has begun, and tell of it."""
-        self._compiled[program] = self._begun.pop(program).result()
+        self._compiled[program] = self._compiling.pop(program).result()
         self.on_program(program, self.seconds[program])
 
     def begin(self, program: Program, params: Params) -> Callable[[], None]:
@@ -291,7 +291,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             with self._lock:
                 if program not in self._compiled:
                     self.on_begin([program])
-                if program in self._begun:
+                if program in self._compiling:
                     self._take(program)
                 elif program not in self._compiled:
                     self.begin(program, params)()

@@ -43,14 +43,14 @@ class Drafter(Generic[Params, Cache]):
       sync_cache: updates its cache from any number of committed tokens; called after a prefill, and before a draft
         whose cache is further behind.
       replayable: its drafts are deterministic functions of committed tokens, so that `replay` can make them afterwards.
-      ahead: positions beyond the last committed token that a draft writes, however few tokens it drafts.
+      uncommitted: positions beyond the last committed token that a draft writes, however few tokens it drafts.
     """
 
     length: int
     draft: DraftFn[Params, Cache]
     sync_cache: SyncCacheFn[Params, Cache]
     replayable: bool = False
-    ahead: int = 0
+    uncommitted: int = 0
 
 
 NO_DRAFTER: Drafter = Drafter(

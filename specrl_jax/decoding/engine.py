@@ -141,9 +141,9 @@ class Engine(Generic[Params, Cache]):
                 batch.take_weights(*newer)
         batch.collect_unfinished()
         if c.lookahead is not None:
-            c.lookahead.texts |= batch.begun()
+            c.lookahead.texts |= batch.lookahead_texts()
         found = batch.rollouts(samples, c.version)
-        return found if c.begun is None else join(c.begun, found)
+        return found if c.partial is None else join(c.partial, found)
 
     def begin(
         self,
@@ -188,7 +188,7 @@ class Engine(Generic[Params, Cache]):
             self._decode(batch, lengths)
             self.compiled.begin_next(params, wanted)
         batch.collect_unfinished()
-        lookahead.texts |= batch.begun()
+        lookahead.texts |= batch.lookahead_texts()
         return not runs
 
     def _compile_for(

@@ -158,7 +158,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
             need = self._more_pages(waiting, held[row])
             if not others[shard]:
                 free[shard] += self._make_room_for(row, shard, need - free[shard])
-            elif free[shard] < need + self._ahead * (others[shard] + 1):
+            elif free[shard] < need + self._iteration_pages * (others[shard] + 1):
                 continue
             free[shard], others[shard] = free[shard] - need, others[shard] + 1
             end = waiting.length + len(said)

@@ -44,8 +44,8 @@ def no_pages(rows: int, columns: int, pages: int) -> PageTable:
 
 def tables(held: PageTable, pages: int) -> Table:
     """Return the tables that a forward reads by and writes by."""
-    own = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
-    return Table(held.table, jnp.where(own, held.table, pages))
+    writable = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
+    return Table(held.table, jnp.where(writable, held.table, pages))
 
 
 def missing(pool: PagePool, held: PageTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:

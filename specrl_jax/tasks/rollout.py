@@ -188,7 +188,7 @@ class RolloutWorker:
         earlier = unpack_texts(ask.earlier)
         lookahead = Lookahead(later.prompts, later.ids, earlier)
         if not ask.prompts:
-            return self._begun(ask, engine, lookahead, until)
+            return self._begin(ask, engine, lookahead, until)
         how: Continuation[Weights] = Continuation(ask.version, dict(earlier), lookahead if later.prompts else None)
         rollouts = engine.generate(
             self._weights,
@@ -203,7 +203,7 @@ class RolloutWorker:
         )
         return WorkerAnswer(rollouts, 0.0, "", texts=pack_texts(lookahead.texts, later.ids))
 
-    def _begun(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> WorkerAnswer:
+    def _begin(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> WorkerAnswer:
         """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
 
         def enough() -> bool:

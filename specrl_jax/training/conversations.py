@@ -123,15 +123,17 @@ class Conversations:
         for log in logs:  # one whose last answer left no room is still open
             self._workers.release(log.conversation)
         alive = np.array([log.failed is None for log in logs])
-        own = np.array([sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs])
+        environment_rewards = np.array(
+            [sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs]
+        )
         final = self._final_scores(logs, rollouts, np.flatnonzero(alive), scorer, waiting)
         # Without a reward the number that environments gave says what they do not say themselves.
-        said = final.correct if scorer.names else own >= scorer.correct_from
+        said = final.correct if scorer.names else environment_rewards >= scorer.correct_from
         failed = [log.failed for log in logs if log.failed]
         first = f"{failed[0].failure}: {failed[0].detail}" if failed else final.first_failure
         return final._replace(
-            total=final.total + own.astype(np.float32),
-            rewards={**final.rewards, self._workers.label: own.astype(np.float32)},
+            total=final.total + environment_rewards.astype(np.float32),
+            rewards={**final.rewards, self._workers.label: environment_rewards.astype(np.float32)},
             correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, said)], bool),
             failures=dict(Counter(final.failures) + Counter(one.failure for one in failed)),
             first_failure=first,
@@ -189,8 +191,8 @@ class Conversations:
         ids, written = rollouts.tokens[row, part].tolist(), rollouts.environment[row, part]
         drafted = rollouts.draft_positions[row, part] != 0
         runs = itertools.groupby(range(len(ids)), lambda i: bool(written[i]))
-        own = [list(run) for by_environment, run in runs if not by_environment]
-        for places, text, outcome in zip(own, log.turns, log.outcomes):
+        policy_runs = [list(run) for by_environment, run in runs if not by_environment]
+        for places, text, outcome in zip(policy_runs, log.turns, log.outcomes):
             if not outcome.extracted or (begin := text.find(outcome.extracted)) < 0:
                 continue
             texts = token_texts(self._tokenizer, [ids[i] for i in places])
@@ -237,20 +239,22 @@ def begin_conversations(
     replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
     seeds = [zlib.crc32(f"{seed}:{problem.prompt}:{problem.answer}".encode()) for problem in problems]
     sessions = dict[int, int]()
-    for place, (problem, own) in enumerate(zip(problems, seeds)):
-        conversation = workers.open(row_of(problem), own)
+    for place, (problem, number) in enumerate(zip(problems, seeds)):
+        conversation = workers.open(row_of(problem), number)
         sessions[conversation.session] = place
         workers.submit(conversation, "", None, replies=replies)
-    opened, failed, left = list(problems), dict[int, Outcome](), len(problems)
-    while left:
+    opened, failed, unopened = list(problems), dict[int, Outcome](), len(problems)
+    while unopened:
         for reply in received(replies, 1.0):
-            left, place = left - 1, sessions[reply.session]
+            unopened, place = unopened - 1, sessions[reply.session]
             if reply.outcome.failure:
                 failed[place] = reply.outcome
             elif reply.outcome.messages:
                 try:
                     longest = config.rollout.max_prompt_tokens
-                    opened[place] = _begun(problems[place], reply.outcome.messages, tokenizer, format, longest)
+                    opened[place] = _with_first_messages(
+                        problems[place], reply.outcome.messages, tokenizer, format, longest
+                    )
                 except InputError as error:
                     said = f"the first messages of the row {problems[place].prompt[:60]!r}: {error}"
                     failed[place] = Outcome((), failure="error", detail=said)
@@ -259,15 +263,15 @@ def begin_conversations(
     return opened, Conversations(*shared, problems, opened, failed, seeds, samples)
 
 
-def _begun(
+def _with_first_messages(
     problem: Problem, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, format: TurnFormat, longest: int
 ) -> Problem:
     """Return the problem with the prompt that its environment's first messages make.
 
     Raises InputError where that has no tokens, more than `longest`, or a character or role that the tokenizer lacks.
     """
-    own = [message["content"] for message in problem.messages if message["role"] == "system"]
-    data = [text for text in own if literal_spans(text, tokenizer.special)]
+    system = [message["content"] for message in problem.messages if message["role"] == "system"]
+    data = [text for text in system if literal_spans(text, tokenizer.special)]
     prompt = format.prompt(messages, data)
     if not 0 < (length := len(tokenizer.encode(prompt))) <= longest:
         raise InputError(f"they have {length} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}")

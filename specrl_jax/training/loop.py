@@ -111,7 +111,7 @@ class _Run:
         written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
         self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
         start = start_run(learner, rollout, self.checkpoints, stream=self.stream)
-        self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
+        self.state, self.monitor, self.prefetched = start.state, start.monitor, start.prefetched
         self.replay = start.replay
         self.restored, self.step = start.step, start.step or 0
         # Of a step whose metrics are not written yet.
@@ -119,11 +119,11 @@ class _Run:
         if self.unfinished and self.restored is not None and _is_written(written, self.step):
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
-        kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
+        earlier_rows = [row for row in written if self.restored is not None and row["step"] <= self.restored]
         self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
         trackers.say = self.display.say
-        self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
+        self.writer = MetricsWriter(workdir, earlier_rows, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
         rollout.engine.compiled.beside = True
         # A controller follows the clock in any case; processes that run in lock-step shrink together.
@@ -170,9 +170,9 @@ class _Run:
             on_progress=on_progress,
             devices=self.devices,
             workdir=self.workdir,
-            restored=self.ahead,
+            restored=self.prefetched,
         )
-        self.ahead = NOTHING_PREFETCHED
+        self.prefetched = NOTHING_PREFETCHED
 
     def make_step(self) -> StepMetrics:
         """Make the next step: train, evaluate, write its row, save. Return the row."""
@@ -288,9 +288,9 @@ class _Run:
         """Save the last step. Return why it is not saved, "" if it is; without `wait` not for its next rollouts."""
         if self.step == self.restored:
             return ""
-        if self.position is None or (ahead := self.pipeline.ahead(self.step, wait)) is None:
+        if self.position is None or (prefetched := self.pipeline.prefetched(self.step, wait)) is None:
             return f"the rollouts after step {self.step} were under way"
-        host = with_rollouts(self.monitor.state(self.position), ahead)
+        host = with_rollouts(self.monitor.state(self.position), prefetched)
         host = host._replace(values=host.values | {"files": self.files})
         if self.replay:
             host = self.replay.with_texts(host)

@@ -73,7 +73,7 @@ class Pipeline(Protocol):
         """Return whether `take` would not wait, or would fail, in every process. Collective."""
 
     def take(self, step: int) -> RolloutBatch: ...
-    def ahead(self, step: int, wait: bool) -> PrefetchedRollouts | None:
+    def prefetched(self, step: int, wait: bool) -> PrefetchedRollouts | None:
         """Return what the checkpoint of a step keeps for those after it. Collective.
 
         None without `wait` where some are still being generated.
@@ -86,7 +86,7 @@ class Sync:
     """Generates in the learner's turn."""
 
     def __init__(self, draw: Draw, generate: GenerateStep, left: list[PartialRollouts]) -> None:
-        self._draw, self._generate, self._left = draw, generate, left
+        self._draw, self._generate, self._partial = draw, generate, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0
         self._newest: Published | None = None
@@ -107,12 +107,12 @@ class Sync:
         # Released before learning: nothing reads these weights any more.
         policy, self._newest = self._newest, None
         batch = self._generate(step, self._problems, policy, newer=never)
-        self._left = gather_partial_rollouts(*batch.left)
+        self._partial = gather_partial_rollouts(*batch.left)
         seconds = batch.seconds | {"data": self._data_seconds, "idle": 0.0}
-        return batch._replace(seconds=seconds, left=self._left)
+        return batch._replace(seconds=seconds, left=self._partial)
 
-    def ahead(self, step: int, wait: bool) -> PrefetchedRollouts:
-        return PrefetchedRollouts([], self._left)
+    def prefetched(self, step: int, wait: bool) -> PrefetchedRollouts:
+        return PrefetchedRollouts([], self._partial)
 
     def close(self) -> None:
         pass
@@ -150,7 +150,7 @@ class Async:
         agree: Broadcast = alone,
     ) -> None:
         self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
-        self._updates, self._order, self._agree, self._left = updates, order, agree, restored.left
+        self._updates, self._order, self._agree, self._partial = updates, order, agree, restored.left
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
@@ -182,15 +182,15 @@ class Async:
             del self._gathered[learned]
         return self._gather(step)
 
-    def ahead(self, step: int, wait: bool) -> PrefetchedRollouts | None:
+    def prefetched(self, step: int, wait: bool) -> PrefetchedRollouts | None:
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
-        missing = any(ahead not in self._gathered and ahead not in self._generated for ahead in steps)
+        missing = any(later not in self._gathered and later not in self._generated for later in steps)
         if not wait and distributed.any_process(missing):
             return None
-        batches = [self._gather(ahead) for ahead in steps]
+        batches = [self._gather(later) for later in steps]
         # The steps before the last are there, too: `step` itself, or nothing was generated yet.
         last = self._gathered.get(steps[-1] if steps else step)
-        return PrefetchedRollouts(batches, last.left if last else self._left)
+        return PrefetchedRollouts(batches, last.left if last else self._partial)
 
     def close(self) -> None:
         """Wait for the rollouts under way and drop them."""
@@ -352,9 +352,9 @@ def make_pipeline(
 AHEAD = "ahead"
 
 
-def with_rollouts(host: HostState, ahead: PrefetchedRollouts) -> HostState:
+def with_rollouts(host: HostState, prefetched: PrefetchedRollouts) -> HostState:
     """Add the rollouts that the steps after a checkpoint learn from, of all processes."""
-    return with_packed(host, AHEAD, ahead)
+    return with_packed(host, AHEAD, prefetched)
 
 
 def without_rollouts(host: HostState) -> tuple[PrefetchedRollouts, HostState]:

@@ -66,7 +66,7 @@ class Start(NamedTuple):
     state: RunState
     step: int | None  # of the checkpoint; None: a fresh run
     monitor: Monitor
-    ahead: PrefetchedRollouts  # of the next steps
+    prefetched: PrefetchedRollouts  # of the next steps
     replay: Replay | None  # None: draft.replay_updates is 0
     # Metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none.
     unfinished: StepMetrics
@@ -77,7 +77,8 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
 
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
-    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, StepMetrics(step=0), NOTHING_PREFETCHED
+    plan, steps = learner.plan, learner.plan.config.steps
+    unfinished, prefetched = StepMetrics(step=0), NOTHING_PREFETCHED
     found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
     if found is None:
         state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)
@@ -85,15 +86,15 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
         latest, state, host = found
         if latest > steps:
             raise InputError(f"steps={steps}, but the run in this workdir has already done {latest}")
-        ahead, host = without_rollouts(host)
+        prefetched, host = without_rollouts(host)
         unfinished = host.values.get("unfinished", {})
-        stream.position = ahead.batches[-1].position if ahead.batches else host.values["position"]
+        stream.position = prefetched.batches[-1].position if prefetched.batches else host.values["position"]
         monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
     if plan.config.grpo.kl_coef and state.reference is None:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
-    return Start(state, latest, monitor, ahead=ahead, replay=replay, unfinished=unfinished)
+    return Start(state, latest, monitor, prefetched=prefetched, replay=replay, unfinished=unfinished)
 
 
 def _print_once(line: str) -> None:

@@ -135,7 +135,7 @@ def test_what_begins_early_are_the_problems_that_its_step_takes():
     """Whether or not the steps before it take further rounds."""
     for takes_more in (False, True):
         upcoming = lookahead_buffer.Upcoming(Counting(), rounds=2)
-        assert (upcoming.take(), upcoming.ahead(2)) == ([0], [[2], [4]])
+        assert (upcoming.take(), upcoming.peek(2)) == ([0], [[2], [4]])
         if takes_more:
             assert upcoming.take_more() == [1]
         assert (upcoming.position, upcoming.take(), upcoming.position) == (1, [2], 3)

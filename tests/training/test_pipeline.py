@@ -217,10 +217,10 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
 
 
 def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
-    ahead = PrefetchedRollouts([RolloutBatch([], {}, {}, left=[])], [NO_PARTIAL_ROLLOUTS])
-    host = with_rollouts(HostState({}, {}), ahead)
+    prefetched = PrefetchedRollouts([RolloutBatch([], {}, {}, left=[])], [NO_PARTIAL_ROLLOUTS])
+    host = with_rollouts(HostState({}, {}), prefetched)
     found = without_rollouts(host)[0]
-    assert found.batches == ahead.batches and [left.problems for left in found.left] == [[]]
+    assert found.batches == prefetched.batches and [left.problems for left in found.left] == [[]]
     del host.values[AHEAD]["batches"][0]["seconds"]
     with pytest.raises(InputError, match="the rollouts ahead lack 'seconds', an older version wrote them"):
         without_rollouts(host)

@@ -271,4 +271,4 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
     def sync_cache(params: Weights, text: CommittedTokens, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
         return cache  # every forward of the target brings it level
 
-    return Drafter(config.length, draft_fn, sync_cache, ahead=c.slots - 1)
+    return Drafter(config.length, draft_fn, sync_cache, uncommitted=c.slots - 1)
