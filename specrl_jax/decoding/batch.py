@@ -148,11 +148,10 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _make_room(self) -> None:
         """Preempt the youngest rows of shards whose next iteration might lack pages, until it has them."""
+        scheduler, pages = self.scheduler, self._iteration_pages
         for shard in range(len(self._free)):
-            while (running := self.scheduler.running_by_shard[shard]) > 1 and (
-                self._free[shard] < self._iteration_pages * running
-            ):
-                self._preempt(self.scheduler.youngest(shard))
+            while self._free[shard] < pages * (running := scheduler.running_by_shard[shard]) and running > 1:
+                self._preempt(scheduler.youngest(shard))
 
     def _call(self, name: str, *rest: object) -> Any:
         return self._engine.compiled.preempt(name, self._params, self.slots, *rest)
