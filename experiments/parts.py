@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, Rollout, build, make_learner, make_rollout, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, build, make_learner, make_rollout, prepare
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import Problems, load_problems
@@ -17,7 +17,7 @@ from specrl_jax.training.speedup import Workload, step_workload
 
 class Parts(NamedTuple):
     learner: Learner
-    rollout: Rollout
+    rollout: RolloutEngines
     problems: Problems
 
 
@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
     """What generates, and what is generated."""
 
     learner: Learner
-    rollout: Rollout
+    rollout: RolloutEngines
     state: RunState  # before training
     weights: Weights
     work: Workload

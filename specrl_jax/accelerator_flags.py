@@ -34,7 +34,7 @@ _READERS = {"cuda": ("jaxlib", *_CUDA_PLUGINS), "tpu": ("libtpu",)}
 
 
 class Flags(NamedTuple):
-    """What is set for an accelerator."""
+    """Environment variables set for an accelerator."""
 
     accelerator: str  # 'cuda', 'tpu' or ''
     variables: dict[str, str]  # of the environment, with what was there before

@@ -44,7 +44,7 @@ class Share(NamedTuple):
 
     @property
     def within(self) -> slice:
-        """The own part, counted from the group's first."""
+        """Return this process's part, counted from the group's first."""
         return slice(self.own.start - self.group.start, self.own.stop - self.group.start)
 
 
@@ -56,12 +56,12 @@ class ProcessGroups:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The processes, group by group: the order of what they cover."""
+        """Return the processes, group by group: the order of what they cover."""
         return tuple(itertools.chain(*self.groups))
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The group of this process."""
+        """Return the group of this process."""
         return next(group for group in self.groups if jax.process_index() in group)
 
     def share(self, count: int) -> Share:

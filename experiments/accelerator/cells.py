@@ -19,7 +19,7 @@ from experiments.accelerator.sizes import FRACTIONS, Model, Sizes
 from experiments.hlo.iteration import IterationBytes, iteration_bytes
 from experiments.hlo.text import read_text
 from specrl_jax.decoding.decode import chunk_inputs
-from specrl_jax.decoding.pages import Held, Pool
+from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.eagle3.network import eagle3_config
@@ -205,7 +205,7 @@ def fill(slots: Slots, live: int, pages: int) -> Slots:
     own = jnp.where(columns < pages, jnp.arange(B)[:, None] * pages + columns, C).astype(jnp.int32)
     zeros = jnp.zeros((B,), jnp.int32)
     taken = jnp.arange(C)[None] < B * pages
-    pool = Pool(taken.astype(jnp.int32), slots.pool.free, jnp.full((1,), C - B * pages, jnp.int32))
+    pool = PagePool(taken.astype(jnp.int32), slots.pool.free, jnp.full((1,), C - B * pages, jnp.int32))
 
     def drawn(x: jax.Array) -> jax.Array:
         # Zeros would take less power. A CPU keeps bfloat16 as integers.
@@ -222,7 +222,7 @@ def fill(slots: Slots, live: int, pages: int) -> Slots:
         rollout_id=jnp.arange(B, dtype=jnp.uint32),
         cache=jax.tree.map(drawn, slots.cache),
         pool=pool,
-        held=Held(own, zeros + pages, zeros),
+        held=PageTable(own, zeros + pages, zeros),
     )
 
 

@@ -20,7 +20,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Specs, abstract_params
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 

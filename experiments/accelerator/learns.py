@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 from experiments.demo.same_tokens import tokens
 from experiments.runs import REPOSITORY
-from specrl_jax.io.metrics import Row, read_metrics
+from specrl_jax.io.metrics import StepMetrics, read_metrics
 
 SIDES = {"drafts": {}, "plain": {"draft.kind": "none"}}
 EXACT = {"rollout.rule": "coupled", "rollout.parity": True, "grpo.old_logprobs": "learner"}
@@ -58,7 +58,7 @@ def rollouts_that_differ(folders: list[Path]) -> tuple[int, int]:
     return differ, count
 
 
-def draw(rows: dict[str, list[Row]], path: Path) -> None:
+def draw(rows: dict[str, list[StepMetrics]], path: Path) -> None:
     """Draw accuracy by step, and by seconds of the steps before."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for side, found in rows.items():
@@ -74,7 +74,7 @@ def draw(rows: dict[str, list[Row]], path: Path) -> None:
     plt.close(figure)
 
 
-def summary(rows: list[Row], seconds: float) -> dict[str, Any]:
+def summary(rows: list[StepMetrics], seconds: float) -> dict[str, Any]:
     """Return accuracies, and the seconds of the process and of its steps but the first, which compiles."""
     steps = [row for row in rows if row["step"] > 1]
     return {

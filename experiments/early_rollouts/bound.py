@@ -44,7 +44,7 @@ def position_disagreements(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames=("model", "partition"))
 def _logprobs(params: Params, tokens: jax.Array, model: qwen3.Qwen3Config, partition: Partitioner) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits = qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition=partition).logits
+    logits = qwen3.forward(params, model, qwen3.ModelInputs(tokens, positions), partition=partition).logits
     assert logits is not None  # no targets
     return jax.nn.log_softmax(logits)
 

@@ -14,7 +14,7 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, Rollout, build, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, build, prepare
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import Workload, step_workload
@@ -29,7 +29,7 @@ class Versions:
     """A run whose checkpoints are all kept."""
 
     learner: Learner
-    rollout: Rollout
+    rollout: RolloutEngines
     workloads: list[Workload]  # the problems of its steps
     checkpoints: Checkpoints
 

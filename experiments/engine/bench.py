@@ -20,7 +20,7 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner, make_mesh
-from specrl_jax.training.rollouts import InferenceConfig, Target, sharded_verify
+from specrl_jax.training.inference_engine import InferenceConfig, Target, sharded_verify
 from specrl_jax.training.speedup import Workload, timed
 
 # A row of a CSV file

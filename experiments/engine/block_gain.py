@@ -40,7 +40,7 @@ from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare
 
 RULES = ("rejection", "block")
 FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection", "expected_block")
@@ -85,7 +85,7 @@ def make_step(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
         def target(tokens: jax.Array, paging: Any, cache: Any) -> Any:
             return parts.decode(weights, tokens, paging, cache=cache)
 
-        _, slots = reserve(slots, max(k, parts.drafter.ahead), limits)
+        _, slots = reserve(slots, max(k, parts.drafter.uncommitted), limits)
         options = StepOptions(verify, parts.sampling, parts.eos_ids)
         new = speculative_step(slots, seed, draft, target_fn=target, options=options)
         return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])

@@ -30,7 +30,7 @@ from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3
 from specrl_jax.models.cache import Paging, Table
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, Target, make_prepare, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, Target, make_prepare, make_rollout_engine
 
 PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
 # Runs once: seconds per iteration

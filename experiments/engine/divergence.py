@@ -76,7 +76,7 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        logits = qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition=partition).logits
+        logits = qwen3.forward(params, model, qwen3.ModelInputs(tokens, positions), partition=partition).logits
         assert logits is not None  # as without `features` alone
         return logits
 

@@ -24,7 +24,7 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, partitioner
-from specrl_jax.training.rollouts import InferenceConfig
+from specrl_jax.training.inference_engine import InferenceConfig
 
 FIELDS = ("preset", "dtype", "slots", "tokens", "buffer", "how", "bytes", "arithmetic")
 # preset: (slots, prompt tokens, response tokens, dtype, whether buffers are made)

@@ -40,7 +40,7 @@ from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.qwen3 import Qwen3Config, param_specs
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
 HERE = pathlib.Path(__file__).parent
 PROMPT_TOKENS, NEW_TOKENS = 32, 128

@@ -20,7 +20,7 @@ from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Rollout, make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import RolloutEngines, make_learner, make_rollout, make_scorer
 from specrl_jax.training.conversations import begin_conversations
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.plan import make_plan
@@ -38,7 +38,7 @@ class SeveralEnds(CharTokenizer):
 class Case(NamedTuple):
     """What conversations are held with."""
 
-    rollout: Rollout
+    rollout: RolloutEngines
     scorer: Scorer
     weights: Weights
 

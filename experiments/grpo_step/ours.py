@@ -29,7 +29,7 @@ from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.build import Learner, RolloutEngines, make_learner, make_rollout
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import step_metrics
@@ -58,7 +58,7 @@ class IdTokenizer(CharTokenizer):
         return " ".join(map(str, ids))
 
 
-def make_case() -> tuple[Learner, Rollout]:
+def make_case() -> tuple[Learner, RolloutEngines]:
     config = base()
     config.policy.remat = "selective"  # a seventh fewer FLOPs, and memory is left
     config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS, old_logprobs="current")

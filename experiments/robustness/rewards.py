@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import commands
-from specrl_jax.rewards.messages import Outcome, Row
+from specrl_jax.rewards.messages import Outcome, RewardInput
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
 
@@ -225,11 +225,11 @@ def check_fuzz(found: Sequence[Case], outcomes: Sequence[Outcome]) -> dict[str, 
     }
 
 
-def seconds_alone(workers: Workers, rows: Sequence[Row]) -> list[float]:
+def seconds_alone(workers: Workers, rows: Sequence[RewardInput]) -> list[float]:
     """Measure the seconds of each answer with an idle worker."""
     seconds = []
     for row in rows:
-        workers.score([Row("\\boxed{1}", "1")])
+        workers.score([RewardInput("\\boxed{1}", "1")])
         start = time.perf_counter()
         workers.score([row])
         seconds.append(time.perf_counter() - start)
@@ -238,7 +238,7 @@ def seconds_alone(workers: Workers, rows: Sequence[Row]) -> list[float]:
 
 def fuzz(count: int, seed: int) -> dict[str, Any]:
     found = cases(count, seed)
-    rows = [Row(case.response, case.answer) for case in found]
+    rows = [RewardInput(case.response, case.answer) for case in found]
     workers = Workers(("math",), LIMIT, WORKERS, memory=4 * GIB)
     try:
         start = time.perf_counter()

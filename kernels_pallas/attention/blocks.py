@@ -23,7 +23,7 @@ Rows = tuple[jax.Array, jax.Array, jax.Array]  # q [B, K, M, H], table [B, P], l
 
 
 class Sums(NamedTuple):
-    """What softmax has accumulated for M queries of each key/value head; float32 at least."""
+    """Running softmax sums for M queries of each key/value head; float32 at least."""
 
     largest: jax.Array  # [B, K, M] score
     total: jax.Array  # [B, K, M] of the exponentials

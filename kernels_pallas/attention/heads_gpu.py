@@ -34,7 +34,7 @@ def place(
     rows: int,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norm and rotate queries and keys, and write keys and values to the rows' pages.
+    """Normalise and rotate queries and keys, and write keys and values to the rows' pages.
 
     Computes as RMSNorm over H and `rotate` of a network do: statistics and rotation in float32, each result rounded to
     the dtype of `fused`.

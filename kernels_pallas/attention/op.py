@@ -12,7 +12,7 @@ from kernels_pallas.attention import blocks, gpu, heads_gpu, tpu
 from kernels_pallas.attention.types import Heads, Paging, Table
 from kernels_pallas.mapping import on_each_device
 
-__all__ = ["KERNELS", "Heads", "Kernel", "Paging", "Table", "attend", "attend_fused", "empty_pool"]
+__all__ = ["KERNELS", "AttentionKernel", "Heads", "Paging", "Table", "attend", "attend_fused", "empty_pool"]
 __all__ += ["fused_kernel", "kernel_of", "loaded", "read_pool", "write", "write_pool"]
 
 # (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
@@ -22,7 +22,7 @@ AttendFused = Callable[[jax.Array, Heads, float, jax.Array, Table, jax.Array], t
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """A platform's attention, and which of one device's arrays (q, pages, table) it takes."""
 
     attend: Attend
@@ -34,8 +34,8 @@ class Kernel:
 
 # By `jax.Device.platform`; other platforms compile `blocks`.
 KERNELS = {
-    "gpu": Kernel(gpu.attend, gpu.fits, gpu.attend_fused, fits_fused=heads_gpu.fits),
-    "tpu": Kernel(tpu.attend, tpu.fits),
+    "gpu": AttentionKernel(gpu.attend, gpu.fits, gpu.attend_fused, fits_fused=heads_gpu.fits),
+    "tpu": AttentionKernel(tpu.attend, tpu.fits),
 }
 HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have
 MOST_QUERIES = 16  # of a row; more are a piece of a prompt, which `blocks` reads once for all of them
@@ -57,7 +57,7 @@ def attend(
     mesh: Mesh | None = None,
     rows: Axes = None,
     heads: Axes = None,
-    kernel: Kernel | None = None,
+    kernel: AttentionKernel | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys and values of its row up to its own position.
 
@@ -83,7 +83,9 @@ def attend(
     return on_each_device(fn, mesh, specs, out_specs=by_head)(q, pages, table, positions)
 
 
-def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+def _attend(
+    kernel: AttentionKernel | None, q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array
+) -> jax.Array:
     """Attend on one device, by the kernel if it takes these arrays."""
     decode = q.shape[1] <= MOST_QUERIES
     fn = kernel.attend if kernel and decode and kernel.fits(q, pages, table) else blocks.attend
@@ -116,7 +118,7 @@ def attend_fused(
     rows: Axes = None,
     split: Axes = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norm and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
+    """Normalise and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
 
     Args:
       fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
@@ -138,7 +140,7 @@ def attend_fused(
     return on_each_device(fn, mesh, specs, out_specs=(by_head, pool))(*arrays)
 
 
-def kernel_of(device: jax.Device) -> Kernel | None:
+def kernel_of(device: jax.Device) -> AttentionKernel | None:
     """Return a device's kernel; None where `blocks` runs: on CPUs and on GPUs other than Hopper."""
     if device.platform == "gpu" and int(float(getattr(device, "compute_capability", 0))) != HOPPER:
         return None

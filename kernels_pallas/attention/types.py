@@ -25,14 +25,14 @@ class Table(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """Where the tokens of a forward stand: tokens [B, Q] at `positions` of their sequences, in the pages of `table`."""
+    """Positions and pages of a forward's tokens [B, Q]: at `positions` of their sequences, in the pages of `table`."""
 
     table: Table
     positions: jax.Array  # [B, Q] int32; negative: no token, which reads and writes nothing
 
 
 class Heads(NamedTuple):
-    """What turns a layer's projections into queries and keys: RMSNorm over each head, then a rotation by position."""
+    """Scales and rotations that make queries and keys of a layer's projections: RMSNorm over each head, then RoPE."""
 
     q_scale: jax.Array  # [H]
     k_scale: jax.Array  # [H]

@@ -17,7 +17,7 @@ SwiGlu = Callable[[jax.Array, jax.Array, Matrices], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class GroupedKernel:
     """A platform's kernel, and which of one device's arrays (x [n, D], matrices) it takes."""
 
     swiglu: SwiGlu
@@ -25,10 +25,10 @@ class Kernel:
 
 
 HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have
-KERNEL = Kernel(gpu.swiglu, gpu.fits)
+KERNEL = GroupedKernel(gpu.swiglu, gpu.fits)
 
 
-def kernel_of(device: jax.Device) -> Kernel | None:
+def kernel_of(device: jax.Device) -> GroupedKernel | None:
     """Return a device's kernel: that of GPUs of Hopper.
 
     None for a TPU: its compiler makes such a kernel of `jax.lax.ragged_dot`.

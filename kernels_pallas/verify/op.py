@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify import gpu, reference, tiled, tpu
 from kernels_pallas.verify.tiled import Kernels
-from kernels_pallas.verify.types import Draft, Noise, RowSampling, Sampling, SamplingMask, Verified, VerifyInputs
+from kernels_pallas.verify.types import Draft, Noise, RowSampling, SamplingMask, SamplingParams, Verified, VerifyInputs
 
 __all__ = ["KERNELS", "Draft", "Kernels", "Noise", "RowSampling", "SamplingMask", "Verified", "VerifyInputs"]
 __all__ += ["kernels_of", "verify"]
@@ -23,7 +23,7 @@ OLDEST_GPU = 9.0  # compute capability: Mosaic GPU needs the instructions of Hop
 
 def verify(
     inputs: VerifyInputs,
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     mesh: Mesh | None = None,
     rows: str | tuple[str, ...] | None = None,

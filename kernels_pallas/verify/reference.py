@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
 from kernels_pallas.verify.sampling import draw, draw_rows, truncate, widened
-from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
+from kernels_pallas.verify.types import Draft, Noise, SamplingParams, Verified, VerifyInputs
 
 
 class Emitted(NamedTuple):
@@ -39,7 +39,7 @@ class Emitted(NamedTuple):
     num_accepted: jax.Array  # [B] int32
 
 
-def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
+def verify(inputs: VerifyInputs, sampling: SamplingParams) -> Verified:
     """Verify k drafted tokens per row against k + 1 target distributions, by `sampling.rule`."""
     noise, draft = inputs.noise, inputs.draft
     k, Q = draft.tokens.shape[1], inputs.target_logits.shape[1]

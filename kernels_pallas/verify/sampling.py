@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.verify.limits import MOST_KEPT
-from kernels_pallas.verify.types import RowSampling, Sampling, SamplingMask
+from kernels_pallas.verify.types import RowSampling, SamplingMask, SamplingParams
 
 # Vocabulary entries per tile of the inverse CDF. Part of the definition of a draw: changing it changes tokens.
 TILE = 512
@@ -19,7 +19,7 @@ def widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def most_kept(sampling: Sampling) -> int:
+def most_kept(sampling: SamplingParams) -> int:
     """Return K, the most tokens that top-k and top-p keep; 0: both are off, or decoding is greedy.
 
     Bounded, so that the tokens kept can be recorded: `top_p` alone chooses among the MOST_KEPT likeliest tokens.
@@ -30,7 +30,7 @@ def most_kept(sampling: Sampling) -> int:
 
 
 def truncate(
-    logits: jax.Array, sampling: Sampling, rows: RowSampling | None = None
+    logits: jax.Array, sampling: SamplingParams, rows: RowSampling | None = None
 ) -> tuple[jax.Array, SamplingMask | None]:
     """Return raw logits [..., V], -inf where top-k or top-p cut them, and what they keep; None if both are off.
 
@@ -68,7 +68,7 @@ def _truncate(
     return jnp.where(stays, logits, -jnp.inf), SamplingMask(ids.astype(jnp.int32), count)
 
 
-def final_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def final_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     """Return [..., V] log-weights of the sampling distribution of [..., V] raw logits; -inf where cut.
 
     float64 stays float64, other types become float32. Temperature 0 has no distribution and is not allowed.

@@ -28,7 +28,7 @@ from kernels_pallas.verify.reference import (
 )
 from kernels_pallas.verify.sampling import TILE, first_above, truncate
 from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
-from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
+from kernels_pallas.verify.types import Draft, Noise, SamplingParams, Verified, VerifyInputs
 
 
 class Kernels(NamedTuple):
@@ -78,7 +78,7 @@ class _Draft(NamedTuple):
     vocab_map: jax.Array | None
 
 
-def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verified:
+def verify(inputs: VerifyInputs, sampling: SamplingParams, kernels: Kernels) -> Verified:
     """Compute `reference.verify` of float32 logits by kernels.
 
     Random bits are the same; tokens differ only where two are within rounding.

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 
-class Sampling(Protocol):
-    """How tokens are sampled: temperature, then top-k, then top-p. Static and validated by its constructor.
+class SamplingParams(Protocol):
+    """Sampling parameters: temperature, then top-k, then top-p. Static and validated by its constructor.
 
     `specrl_jax.decoding.sampling.Sampling` is the implementation.
     """
@@ -27,7 +27,7 @@ class Sampling(Protocol):
 
 
 class RowSampling(NamedTuple):
-    """How the tokens of each row are sampled, where rows differ: values in place of those of `Sampling`."""
+    """Sampling parameters of each row, where rows differ: values in place of those of `SamplingParams`."""
 
     temperature: jax.Array  # [B] float32; 0: greedy
     top_k: jax.Array  # [B] int32; 0: off
@@ -84,11 +84,11 @@ class VerifyInputs:
     # [B, Q, V] float32 (float64); entry i follows the i-th drafted token. Entries beyond k only fix the shape, which
     # makes float32 sums equal to the last bit between calls with different k.
     target_logits: jax.Array
-    # None: all rows as `Sampling` says. Else its rule holds, and K = `sampling.most_kept` of it: without K no row is
-    # truncated, with K every row that samples is.
+    # None: all rows as `SamplingParams` says. Else its rule holds, and K = `sampling.most_kept` of it: without K no row
+    # is truncated, with K every row that samples is.
     sampling: RowSampling | None = None
 
-    def rows(self, sampling: Sampling) -> RowSampling:
+    def rows(self, sampling: SamplingParams) -> RowSampling:
         """Return how each row is sampled."""
         if self.sampling is not None:
             return self.sampling

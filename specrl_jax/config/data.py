@@ -56,7 +56,7 @@ class RewardConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The rewards that `name` lists."""
+        """Return the rewards that `name` lists."""
         return tuple(name.strip() for name in self.name.split(",") if name.strip())
 
 

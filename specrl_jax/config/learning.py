@@ -160,12 +160,12 @@ class GRPOConfig:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts whose rollouts a round begins."""
+        """Return the number of prompts whose rollouts a round begins."""
         return self.prompts_per_step + self.oversample
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a step may exclude responses from the loss."""
+        """Return whether a step may exclude responses from the loss."""
         return self.mask_truncated or self.sampling_rounds > 1
 
 

@@ -1,4 +1,4 @@
-"""How a configuration key is declared and its value checked. Imports no jax: `--help` must answer at once."""
+"""Declare configuration keys and check their values. Imports no jax: `--help` must answer at once."""
 
 import dataclasses
 import math

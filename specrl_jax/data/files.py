@@ -23,13 +23,13 @@ _BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _PARQUET = b"PAR1"  # begins such a file, whatever its name
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     where: str  # file:line, or file:number of a Parquet row or of an object in a list; all count from 1
     content: dict[str, object]
     fault: str  # why it is not an object; '' if it is one
 
 
-def read_rows(path: str, key: str, columns: Collection[str] | None = None) -> Iterator[Row]:
+def read_rows(path: str, key: str, columns: Collection[str] | None = None) -> Iterator[DataRow]:
     """Yield every row of a path's files (`data_files`), without blank lines of JSONL.
 
     Args:
@@ -37,7 +37,7 @@ def read_rows(path: str, key: str, columns: Collection[str] | None = None) -> It
       columns: those that are asked for, of Parquet files: others may be missing from the rows. None: all.
     Raises:
       InputError: for a file that is missing, unreadable, empty or of another kind. A line that is not a JSON object, or
-        a row that is too large, is returned as a Row with a fault, since some callers skip it.
+        a row that is too large, is returned as a DataRow with a fault, since some callers skip it.
     """
     for file in data_files(path, key):
         empty = True
@@ -51,7 +51,7 @@ def read_rows(path: str, key: str, columns: Collection[str] | None = None) -> It
             raise InputError(f"{key}: '{file}' is empty")
 
 
-def _file_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator[Row]:
+def _file_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator[DataRow]:
     if not os.path.isfile(path):
         raise InputError(f"{key}: no file '{path}'")
     if path.lower().endswith(OTHERS):
@@ -68,20 +68,20 @@ def _file_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator
         yield from _jsonl_rows(path)
 
 
-def _jsonl_rows(path: str) -> Iterator[Row]:
+def _jsonl_rows(path: str) -> Iterator[DataRow]:
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(ROW_BYTES + 1), b""), 1):
             where, first = f"{path}:{number}", number == 1
             if len(line) > ROW_BYTES:
                 while line and not line.endswith(b"\n"):
                     line = file.readline(ROW_BYTES)
-                yield Row(where, {}, f"longer than {ROW_BYTES // MEBIBYTE} MiB")
+                yield DataRow(where, {}, f"longer than {ROW_BYTES // MEBIBYTE} MiB")
             elif (line := line.removeprefix(_BOM)).strip():  # also behind the first line, where files were joined
                 row = _parse(where, line)
                 yield row._replace(fault=f"{row.fault}; {READ} are read") if row.fault and first else row
 
 
-def _listed_rows(path: str, key: str) -> Iterator[Row]:
+def _listed_rows(path: str, key: str) -> Iterator[DataRow]:
     """Yield the objects of a file that is one list of them."""
     with open(path, "rb") as file:
         data = file.read(LIST_BYTES + 1)
@@ -96,24 +96,24 @@ def _listed_rows(path: str, key: str) -> Iterator[Row]:
         yield _row(f"{path}:{number}", value)
 
 
-def _parse(where: str, line: bytes) -> Row:
+def _parse(where: str, line: bytes) -> DataRow:
     try:
         return _row(where, json.loads(line.decode()))
     except (ValueError, RecursionError) as error:  # not UTF-8 or JSON, thousands of digits or brackets
-        return Row(where, {}, f"not JSON: {getattr(error, 'msg', error)}")
+        return DataRow(where, {}, f"not JSON: {getattr(error, 'msg', error)}")
 
 
-def _row(where: str, content: object) -> Row:
-    return Row(where, content, "") if isinstance(content, dict) else Row(where, {}, "needs an object")
+def _row(where: str, content: object) -> DataRow:
+    return DataRow(where, content, "") if isinstance(content, dict) else DataRow(where, {}, "needs an object")
 
 
-def _parquet_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator[Row]:
+def _parquet_rows(path: str, key: str, columns: Collection[str] | None) -> Iterator[DataRow]:
     number = 0
     try:
         for content, column in parquet_rows(path, columns, longest=ROW_BYTES):
             number += 1
             large = f"column '{column}' of this row takes more than {ROW_BYTES // MEBIBYTE} MiB" if column else ""
-            yield Row(f"{path}:{number}", content, large)
+            yield DataRow(f"{path}:{number}", content, large)
     except TooLarge as error:
         raise InputError(f"{key}: {path}: {error}") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 from specrl_jax.data.chats import Messages, common_role, ends_with_answer, text_messages
-from specrl_jax.data.files import Row, read_rows
+from specrl_jax.data.files import DataRow, read_rows
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.schemas import ABSENT, SOLUTION, Schema, value_at
 from specrl_jax.data.special import PromptText, literal_spans, rendered
@@ -27,7 +27,7 @@ TestsFault = Callable[[str, Mapping[str, object]], str]
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How a row's prompt becomes the text that the policy reads."""
+    """Options that turn a row's prompt into the text that the policy reads."""
 
     template: str = "{prompt}"  # around a text prompt
     chat: bool = False  # a text prompt becomes a user message; messages always go through the chat template
@@ -150,7 +150,7 @@ class Reader:
             raise InputError(f"{self.key}: nothing is left of {counts.line(path)}{first}")
         return problems, counts
 
-    def _problem(self, row: Row, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
+    def _problem(self, row: DataRow, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
         """Return the row's problem, or None if it is left out and counted."""
         try:
             problem = parse_problem(row, schema, self.format, tokenizer=self.tokenizer, tests_fault=self.tests_fault)
@@ -186,7 +186,7 @@ class Reader:
 
 
 def parse_problem(
-    row: Row,
+    row: DataRow,
     schema: Schema,
     prompt_format: PromptFormat,
     *,

@@ -29,7 +29,7 @@ LONGEST_TEXT = 2**24  # characters of a prompt, which has at most 2**20 tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` around what an assistant wrote: a mark for training, which changes nothing of the text."""
 
     tags = {"generation"}  # noqa: RUF012 - as in jinja2
@@ -45,7 +45,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Dict:
-    """What `dict` is in a template: no other attribute of the type."""
+    """`dict` of a template, without the type's other attributes."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
         return dict(*arguments, **values)
@@ -56,7 +56,7 @@ class Dict:
 
 
 class Namespace(jinja2.utils.Namespace):
-    """What `namespace` is in a template: names that begin with an underscore are refused."""
+    """`namespace` of a template; refuses names that begin with an underscore."""
 
     def __init__(*arguments: Any, **values: Any) -> None:
         self, *rest = arguments
@@ -93,7 +93,7 @@ def _to_json(
 def compiled(source: str) -> jinja2.Template:
     """Return a template with what transformers gives it. Raises what Jinja and Python's compiler raise."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {

@@ -24,7 +24,7 @@ PADDING, PADDED_SHARE = 127, 1 / 16
 
 
 class Ends(Protocol):
-    """What the engine asks a tokenizer."""
+    """The part of a tokenizer that the engine needs."""
 
     pad_id: int
     eos_ids: tuple[int, ...]  # each of them ends a response
@@ -128,7 +128,7 @@ class Settings(Checked):
 
 
 class EndOfText(Checked):
-    """What generation_config.json and config.json say of the end."""
+    """End-of-text ids in generation_config.json and config.json."""
 
     eos_token_id: TokenId | list[TokenId] | None = None
 
@@ -218,7 +218,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def _content_tokenizer(self) -> tokenizers.Tokenizer:
-        """The same tokenizer without special tokens. A copy, since the option is the object's; made when needed."""
+        """Return a copy without special tokens, since the option is the object's; made when needed."""
         copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         copy.add_special_tokens(list(self.special))  # an end-of-text token may not be marked as special
         copy.encode_special_tokens = True  # the library's name for encoding their text as any other

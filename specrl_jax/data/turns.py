@@ -1,4 +1,4 @@
-"""What an environment says as tokens behind a turn: the conversation itself is never rendered anew.
+"""Tokens that append an environment's messages to a turn: the conversation itself is never rendered anew.
 
 Chat templates may drop earlier thinking where a conversation goes on, and tokenizing a decoded text may give other
 tokens. So what the policy read and wrote stays as it is, and only what follows the end of its turn is appended: what
@@ -16,7 +16,7 @@ Message = Mapping[str, str]
 
 
 class TurnFormat:
-    """How messages become tokens.
+    """Options that turn an environment's messages into tokens.
 
     Args:
       template: text around a message where the tokenizer has no chat template, with {message} in it.

@@ -34,7 +34,7 @@ class AcceptanceEstimate:
 
     @property
     def unknown(self) -> bool:
-        """Whether there is neither an observation nor a prediction."""
+        """Return whether there is neither an observation nor a prediction."""
         return not self.tries[0] and not self.predicted
 
     def cumulative(self) -> list[float]:

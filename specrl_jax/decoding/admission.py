@@ -1,4 +1,4 @@
-"""Which drafts of a batch are verified, where an iteration verifies fewer than were drafted.
+"""Admit drafts of a batch to verification, where an iteration verifies fewer than were drafted.
 
 Verifying costs by the positions of all rows together, and rows differ in how far their drafts can be trusted. Draft i
 of a row is worth c_1 ... c_i: the chance that it and all drafts before it are kept, by the confidences c. The most
@@ -51,11 +51,11 @@ def _most_valuable(worth: jax.Array, budget: int) -> Admitted:
     B, k = worth.shape
     # Among equals the first: the lower row, and of one row the earlier draft.
     best, index = jax.lax.top_k(worth.reshape(-1), budget)
-    own, drafts = jnp.arange(B, dtype=jnp.int32), best >= 0
-    row = jnp.concatenate([own, index // k])
-    offset = jnp.concatenate([jnp.zeros_like(own), 1 + index % k])
+    rows, drafts = jnp.arange(B, dtype=jnp.int32), best >= 0
+    row = jnp.concatenate([rows, index // k])
+    offset = jnp.concatenate([jnp.zeros_like(rows), 1 + index % k])
     taken = jnp.concatenate([jnp.ones(B, bool), drafts])
-    place = jnp.broadcast_to(own[:, None], (B, k + 1))
+    place = jnp.broadcast_to(rows[:, None], (B, k + 1))
     place = place.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
     return Admitted(row, offset, taken, place=place, admitted=jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
 
@@ -69,13 +69,13 @@ def _confidences(slots: Slots, draft: Draft) -> jax.Array:
     if draft.logits is None and draft.confidence is not None:  # all rows are the drafter's own
         return draft.confidence
     reached = jnp.minimum(slots.drafted[:, 1:], slots.accepted[:, :-1]).sum(axis=1) + slots.drafted[:, 0]
-    kept = ((slots.accepted.sum(axis=1) + 1) / (reached + 2)).astype(jnp.float32)[:, None]
+    acceptance = ((slots.accepted.sum(axis=1) + 1) / (reached + 2)).astype(jnp.float32)[:, None]
     if draft.logits is None:
-        return jnp.broadcast_to(kept, draft.tokens.shape)
-    own = draft.confidence
-    if own is None:
-        own = largest_probability(draft.logits, slots.sampling.divisor[:, None])
-    return jnp.where(draft.deterministic[:, None], kept, own)
+        return jnp.broadcast_to(acceptance, draft.tokens.shape)
+    confidence = draft.confidence
+    if confidence is None:
+        confidence = largest_probability(draft.logits, slots.sampling.divisor[:, None])
+    return jnp.where(draft.deterministic[:, None], acceptance, confidence)
 
 
 def largest_probability(logits: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ class Alarm:
 
     @property
     def decisive(self) -> float:
-        """Expected accepted drafts needed for one decision."""
+        """Return the expected number of accepted drafts needed for one decision."""
         return self.longest * math.log(1 / self.error) / (COLLAPSED * math.log(COLLAPSED) + 1 - COLLAPSED)
 
     def _decide(self) -> bool:

@@ -6,12 +6,12 @@ from typing import Any, Generic, Protocol
 import jax
 import numpy as np
 
-from specrl_jax.decoding.collected import Collected, rollout_fields
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
-from specrl_jax.decoding.parking import Parked, first_columns
+from specrl_jax.decoding.preemption import PreemptedRow, first_columns
 from specrl_jax.decoding.records import joined_records, start_reading
+from specrl_jax.decoding.rollout_buffer import RolloutBuffer, rollout_fields
 from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
@@ -19,7 +19,7 @@ from specrl_jax.decoding.stop_texts import StopTexts
 
 
 class EngineParts(Protocol[Params, Cache]):
-    """What a batch reads of its engine."""
+    """The part of an engine that a batch reads."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -53,83 +53,83 @@ class ActiveBatch(Generic[Params, Cache]):
         self._behind = 0.0  # most committed tokens of a row that the drafter's cache misses; inf: unknown
         self._chunks: list[DecodeChunk] = []
         first = version.weights_version if engine.config.versions else None
-        self._collected = Collected(scheduler.total, engine.config.cache_length, first)
+        self._buffer = RolloutBuffer(scheduler.total, engine.config.cache_length, first)
         self._counted: np.ndarray | None = None  # [D] free pages, as far as they are known
         # Pages that an iteration of a row takes at most.
-        self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
-        self._parked: list[Parked] = []  # the oldest first
+        self._iteration_pages = -(-(engine.compiled.uncommitted + 1) // engine.config.page_tokens)
+        self._preempted: list[PreemptedRow] = []  # the oldest first
 
     @property
     def is_finished(self) -> np.ndarray:
-        """[R] bool, of the rollouts that the call waits for."""
+        """Return [R] bool: which of the rollouts that the call waits for are finished."""
         return self._finished[: self.scheduler.asked]
 
     @property
     def finished(self) -> int:
-        """How many of these are finished."""
+        """Return how many of the rollouts that the call waits for are finished."""
         return int(self.is_finished.sum())
 
     @property
     def size(self) -> int:
-        """B, rows of the batch."""
+        """Return B, the rows of the batch."""
         return len(self.scheduler.owner)
 
     @property
     def active(self) -> np.ndarray:
-        """[B] bool, rows that decode."""
+        """Return [B] bool, rows that decode."""
         return self.scheduler.owner != FREE
 
     @property
     def running(self) -> int:
-        """Rows that decode."""
+        """Return the number of rows that decode."""
         return int(self.active.sum())
 
     @property
     def live(self) -> float:
-        """Tokens that a running row holds, on average."""
+        """Return the tokens that a running row holds, on average."""
         return float(self._fetch(self.slots.length)[self.active].mean())
 
     def prepare(self) -> bool:
-        """Bring back parked rows, refill free slots, or compact the batch; return whether anything runs."""
+        """Bring back preempted rows, refill free slots, or compact the batch; return whether anything runs."""
         while True:
-            while self._parked and self._bring_back(self._parked[0]):
+            while self._preempted and self._bring_back(self._preempted[0]):
                 pass
-            # A new request would take the pages that parked rows wait for.
-            if not self._parked:
+            # A new request would take the pages that preempted rows wait for.
+            if not self._preempted:
                 self._refill()
-            # All that ran may have been verified to its end, and have left parked rows behind.
-            if self.running or not self._parked:
+            # All that ran may have been verified to its end, and have left preempted rows behind.
+            if self.running or not self._preempted:
                 break
         self._compact()
         return self.running > 0
 
     def _refill(self) -> None:
-        """Start as many requests as there are slots and pages for, until one of them is parked."""
-        while (batch := self.scheduler.schedule(self._free, self._ahead)) is not None:
+        """Start as many requests as there are slots and pages for, until one of them is preempted."""
+        while (batch := self.scheduler.schedule(self._free, self._iteration_pages)) is not None:
             refill = self._engine.compiled.refill
             self.slots, self._carried = refill(self._params, self.slots, self._carried, batch=batch)
             self._counted = None
             if batch.earlier_length is not None and np.any(batch.earlier_length):
                 self._reverify()
-                if self._parked:
+                if self._preempted:
                     return
 
     def _compact(self) -> None:
         """Compact the batch where nothing waits for its slots."""
         scheduler = self.scheduler
-        all_run = scheduler.running > 0 and not (scheduler.waiting or self._parked)
+        all_run = scheduler.running > 0 and not (scheduler.waiting or self._preempted)
         for size in self._engine.compiled.sizes:
             if all_run and scheduler.fits(size) and size < self.size and not self._engine.compiled.postponed(size):
                 self.compact_to(size)
 
     def _reverify(self) -> None:
         """Verify what earlier weights drew of the rows that have begun."""
-        start, config, left = time.perf_counter(), self._engine.config, True
-        while left:
+        start, config, unverified = time.perf_counter(), self._engine.config, True
+        while unverified:
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
             self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
             found = self._fetch(found)
-            self._counted, left = np.asarray(found.free), bool(found.left)
+            self._counted, unverified = np.asarray(found.free), bool(found.unverified)
             self._collect_mask()
             self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
             if found.short:
@@ -139,7 +139,7 @@ class ActiveBatch(Generic[Params, Cache]):
 
     @property
     def _free(self) -> np.ndarray:
-        """[D] free pages; asking waits for what the device still does to them."""
+        """Return [D] free pages; waits for what the device still does to them."""
         if self._counted is None:
             self._counted = np.asarray(self._fetch(self.slots.pool.count))
         return self._counted
@@ -148,15 +148,16 @@ class ActiveBatch(Generic[Params, Cache]):
         return self._engine.compiled.fetch(tree)
 
     def _make_room(self) -> None:
-        """Park the youngest rows of shards whose next iteration might lack pages, until it has them."""
+        """Preempt the youngest rows of shards whose next iteration might lack pages, until it has them."""
+        scheduler, pages = self.scheduler, self._iteration_pages
         for shard in range(len(self._free)):
-            while self._free[shard] < self._ahead * (running := self.scheduler.running_by_shard[shard]) and running > 1:
-                self._park(self.scheduler.youngest(shard))
+            while self._free[shard] < pages * (running := scheduler.running_by_shard[shard]) and running > 1:
+                self._preempt(scheduler.youngest(shard))
 
     def _call(self, name: str, *rest: object) -> Any:
-        return self._engine.compiled.park(name, self._params, self.slots, *rest)
+        return self._engine.compiled.preempt(name, self._params, self.slots, *rest)
 
-    def _park(self, row: int, copy: bool = True) -> None:
+    def _preempt(self, row: int, copy: bool = True) -> None:
         """Copy a row to the host and free its pages; without `copy` what they hold is lost."""
         number, call = np.int32(row), self._call
         # Asked for together: most rows have no more pages than are read at once.
@@ -165,29 +166,30 @@ class ActiveBatch(Generic[Params, Cache]):
         others = first_columns(int(values.held.count))[1:] if copy else []
         pages += [self._fetch(call("read_pages", number, first)) for first in others]
         self.slots = call("drop_row", number)
-        self._parked.append(Parked(self.scheduler.park(row), values, pages))
-        self._collected.parked[self._parked[-1].request] += 1
-        self._parked.sort(key=lambda parked: self.scheduler.order(parked.request))
+        self._preempted.append(PreemptedRow(self.scheduler.preempt(row), values, pages))
+        self._buffer.parked[self._preempted[-1].request] += 1
+        self._preempted.sort(key=lambda preempted: self.scheduler.order(preempted.request))
         self._counted = None
 
-    def _bring_back(self, parked: Parked, more: int = 0) -> bool:
-        """Put a parked row into a free slot if there are pages for it, and `more`; return whether."""
-        pages = int(parked.row.held.count)
+    def _bring_back(self, preempted: PreemptedRow, more: int = 0) -> bool:
+        """Put a preempted row into a free slot if there are pages for it, and `more`; return whether."""
+        pages = int(preempted.row.held.count)
         for shard, running in enumerate(self.scheduler.running_by_shard):
             rows = self.scheduler.free_rows(shard)
-            if not len(rows) or (running and self._free[shard] < pages + more + self._ahead * (running + 1)):
+            if not len(rows) or (running and self._free[shard] < pages + more + self._iteration_pages * (running + 1)):
                 continue
             number = np.int32(rows[0])
-            self.slots = self._call("restore_row", number, parked.row)
-            for first, contents in zip(first_columns(pages), parked.pages):  # no pages were copied where they are lost
+            self.slots = self._call("restore_row", number, preempted.row)
+            # No pages were copied where they are lost.
+            for first, contents in zip(first_columns(pages), preempted.pages):
                 self.slots = self._call("write_pages", number, first, contents)
-            self._parked = [other for other in self._parked if other is not parked]
-            self.scheduler.place(rows[:1], np.array([parked.request]))
+            self._preempted = [other for other in self._preempted if other is not preempted]
+            self.scheduler.place(rows[:1], np.array([preempted.request]))
             self._counted = None
-            # It may have been parked after a chunk without drafts.
+            # It may have been preempted after a chunk without drafts.
             self._behind = float("inf")
             # Only rows of a full batch: it is compacted when none has anything left to verify.
-            if parked.row.earlier is not None and parked.row.earlier.length > parked.row.length:
+            if preempted.row.earlier is not None and preempted.row.earlier.length > preempted.row.length:
                 self._reverify()
             return True
         return False
@@ -247,7 +249,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def _stop_at_rows(self) -> np.ndarray:
         """Return of each shard [D] the running rows at which it stops: enough for a refill, or for a smaller batch."""
         config, running = self._engine.config, np.asarray(self.scheduler.running_by_shard)
-        if self.scheduler.waiting or self._parked:
+        if self.scheduler.waiting or self._preempted:
             # Where pages, not slots, are what is short, fewer rows run than there are slots.
             free = max(1, config.refill_rows // config.shards)
             return np.maximum(0, np.minimum(self.size // config.shards - free, running - 1))
@@ -261,7 +263,7 @@ class ActiveBatch(Generic[Params, Cache]):
             return
         ids, used = self._fetch((self.slots.mask.ids, self.slots.mask.used))
         for row in np.flatnonzero((self.scheduler.owner != FREE) & (used > 0)):
-            self._collected.add_mask_ids(self.scheduler.owner[row], ids[row, : used[row]].copy())
+            self._buffer.add_mask_ids(self.scheduler.owner[row], ids[row, : used[row]].copy())
 
     def _end(self, rows: np.ndarray) -> None:
         """Take rows that have ended."""
@@ -282,20 +284,20 @@ class ActiveBatch(Generic[Params, Cache]):
     def _copy(self, rows: np.ndarray) -> None:
         """Copy the rollouts of some rows to the host."""
         found = self._fetch(rollout_fields(self.slots))
-        self._collected.store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
+        self._buffer.store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
 
     def take_weights(self, params: Params, version: WeightsVersion) -> None:
         """Go on with other weights; keys and values of earlier tokens stay those of the weights that made them."""
         self._params = params
         if self._engine.config.versions:
-            self._collected.drawn_by(version.weights_version, self._lengths())
+            self._buffer.drawn_by(version.weights_version, self._lengths())
 
     def _lengths(self) -> dict[int, int]:
         """Return the committed tokens of the requests that are not finished; 0 of those that have not begun."""
         found = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
         length = self._fetch(self.slots.length)
         found |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
-        return found | {parked.request: int(parked.row.length) for parked in self._parked}
+        return found | {preempted.request: int(preempted.row.length) for preempted in self._preempted}
 
     def _running_rows(self) -> np.ndarray:
         return np.flatnonzero(self.scheduler.owner != FREE)
@@ -311,20 +313,20 @@ class ActiveBatch(Generic[Params, Cache]):
         def read(shard: np.ndarray, pages: np.ndarray) -> jax.Array:
             return self._engine.compiled.read_records(self._params, self.slots, shard, pages=pages)
 
-        length = self._collected.values["length"][requests]
+        length = self._buffer.values["length"][requests]
         parts = start_reading(read, shard, pages[rows], length=length, config=config)
-        self._collected.add_records(requests, joined_records(self._fetch(parts), length))
+        self._buffer.add_records(requests, joined_records(self._fetch(parts), length))
 
     def collect_unfinished(self) -> None:
         """Copy the rollouts that have begun, and the prompts of those that have not, to where finished ones are."""
         running = self._running_rows()
-        if len(running) or not self._collected.values:
+        if len(running) or not self._buffer.values:
             self._copy(running)
-        for request, row, _ in self._parked:
-            self._collected.store_row(request, row)
-        for request in self._collected.not_begun():
+        for request, row, _ in self._preempted:
+            self._buffer.store_row(request, row)
+        for request in self._buffer.not_begun():
             number = int(self.scheduler.ids(np.array(request)))
-            self._collected.store_prompt(request, number, self.scheduler.prompt(request), pad_id=self._engine.pad_id)
+            self._buffer.store_prompt(request, number, self.scheduler.prompt(request), pad_id=self._engine.pad_id)
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
         """Return the rollouts that the call waits for, `samples` per prompt; call `collect_unfinished` before.
@@ -333,10 +335,10 @@ class ActiveBatch(Generic[Params, Cache]):
           version: of the weights that the call began with.
         """
         engine = self._engine
-        return self._collected.rollouts(
+        return self._buffer.rollouts(
             self.is_finished, samples, version, chunks=self._chunks, eos_ids=engine.eos_ids, stops=engine.stops
         )
 
-    def begun(self) -> dict[int, np.ndarray]:
+    def lookahead_texts(self) -> dict[int, np.ndarray]:
         """Return id -> int32 response so far, of rollouts that the call does not wait for; as `rollouts` does."""
-        return self._collected.responses(range(self.scheduler.asked, self.scheduler.total))
+        return self._buffer.responses(range(self.scheduler.asked, self.scheduler.total))

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
-from specrl_jax.decoding.agree import Agree
 from specrl_jax.decoding.batch import ActiveBatch, EngineParts
+from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
@@ -20,10 +20,10 @@ ITERATIONS, ROUNDS, SECONDS = 4, 5, 0.5
 
 
 class CalibratedEngine(EngineParts[Params, Cache], Protocol[Params, Cache]):
-    """What calibration reads of an engine."""
+    """The part of an engine that calibration reads."""
 
     @property
-    def agree(self) -> Agree: ...
+    def agree(self) -> Broadcast: ...
     @property
     def sampling(self) -> Sampling: ...
 
@@ -93,7 +93,7 @@ class _Throwaway(Generic[Params, Cache]):
 
 
 def _timed(
-    throwaway: _Throwaway, size: int, lengths: Sequence[int], agree: Agree, after_chunk: Callable[[], None]
+    throwaway: _Throwaway, size: int, lengths: Sequence[int], agree: Broadcast, after_chunk: Callable[[], None]
 ) -> dict[int, list[DecodeChunk]]:
     """Return chunks of each draft length, of one iteration and of several in turn."""
     timed: dict[int, list[DecodeChunk]] = {k: [] for k in lengths}

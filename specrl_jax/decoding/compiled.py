@@ -11,8 +11,8 @@ sooner waits for it.
     extend   appends what environments answered and prefills it (turns)
     compact  moves the running rows into the next smaller batch size
     read_row, read_pages, drop_row, restore_row, write_pages
-             copy a row to the host and back (parking.py); compiled when pages first run out, drop_row with turns when
-             a rollout first ends
+             copy a row to the host and back (preemption.py); compiled when pages first run out, drop_row with turns
+             when a rollout first ends
     read_records
              copies what is recorded of a finished row's tokens to the host (records.py)
 
@@ -36,14 +36,14 @@ from specrl_jax.core import compiler_options, stand_in
 from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.extend import Extension, extend
 from specrl_jax.decoding.functions import EngineFunctions
-from specrl_jax.decoding.parking import drop_row, read_pages, read_row, restore_row, write_pages
+from specrl_jax.decoding.preemption import drop_row, read_pages, read_row, restore_row, write_pages
 from specrl_jax.decoding.records import pages_at_once, read_records
 from specrl_jax.decoding.refill import compact, empty_slots, refill
 from specrl_jax.decoding.reverify import Reverified, at_once, reverify_chunk
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
 
-PARKING = {function.__name__: function for function in (read_row, read_pages, drop_row, restore_row, write_pages)}
+PREEMPTION = {function.__name__: function for function in (read_row, read_pages, drop_row, restore_row, write_pages)}
 # Programs compiled at once: at 8B each takes about a GB of the host's memory meanwhile.
 MOST_THREADS = 8
 # Of the host's cores, for programs that are compiled beside rollouts.
@@ -91,7 +91,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self.sizes = (config.num_slots, *config.sizes)
         self.lengths = lengths
         # Positions beyond the last committed token that an iteration writes at most.
-        self.ahead = max(*lengths, functions.drafter.ahead, at_once(config) if config.earlier else 0)
+        self.uncommitted = max(*lengths, functions.drafter.uncommitted, at_once(config) if config.earlier else 0)
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
         self.on_begin: Callable[[list[Program]], None] = lambda programs: None
         self.on_program: Callable[[Program, float], None] = lambda program, seconds: None
@@ -99,7 +99,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
         self._compiled: dict[Program, Callable] = {}
         # Programs that `begin_next` has begun, the oldest first. An evaluation may run while another thread generates.
-        self._begun: dict[Program, concurrent.futures.Future[Callable]] = {}
+        self._compiling: dict[Program, concurrent.futures.Future[Callable]] = {}
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
         self.beside, self.stays_large, self.spare = False, False, threading.Event()
@@ -162,8 +162,8 @@ class CompiledFunctions(Generic[Params, Cache]):
     ) -> None:
         if missing := [program for program in programs if program not in self._compiled]:
             self.on_begin(missing)
-        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._begun)
-        self._begun.clear()
+        running: dict[Program, concurrent.futures.Future[Callable]] = dict(self._compiling)
+        self._compiling.clear()
 
         def finish_oldest() -> None:
             program = next(iter(running))
@@ -208,16 +208,16 @@ class CompiledFunctions(Generic[Params, Cache]):
         if not self.beside:
             return
         with self._lock:
-            for program in [program for program, future in self._begun.items() if future.done()]:
+            for program in [program for program, future in self._compiling.items() if future.done()]:
                 self._take(program)
             threads = max(1, int(BESIDE * min(MOST_THREADS, os.cpu_count() or 1)))
             # Small ones first: with them one decode program is enough for a smaller batch.
-            left = [p for p in programs if p not in self._compiled and p not in self._begun]
-            following = min(left, key=lambda program: program.kind != "compact", default=None)
-            if following is None or len(self._begun) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            missing = [p for p in programs if p not in self._compiled and p not in self._compiling]
+            following = min(missing, key=lambda program: program.kind != "compact", default=None)
+            if following is None or len(self._compiling) >= threads or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                 return
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(threads)
-            self._begun[following] = self._pool.submit(self._finisher(following, params))
+            self._compiling[following] = self._pool.submit(self._finisher(following, params))
 
     def postponed(self, size: int) -> bool:
         """Return whether a batch is not to shrink to `size` rows yet."""
@@ -226,7 +226,7 @@ class CompiledFunctions(Generic[Params, Cache]):
 
     def _take(self, program: Program) -> None:
         """Wait for a program that `begin_next` has begun, and tell of it."""
-        self._compiled[program] = self._begun.pop(program).result()
+        self._compiled[program] = self._compiling.pop(program).result()
         self.on_program(program, self.seconds[program])
 
     def begin(self, program: Program, params: Params) -> Callable[[], None]:
@@ -262,8 +262,8 @@ class CompiledFunctions(Generic[Params, Cache]):
         """Call `compact`."""
         return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
 
-    def park(self, name: str, params: Params, slots: Slots[Cache], *rest: object) -> Any:
-        """Call one of PARKING; those that return slots are given them donated."""
+    def preempt(self, name: str, params: Params, slots: Slots[Cache], *rest: object) -> Any:
+        """Call one of PREEMPTION; those that return slots are given them donated."""
         return self.get(Program(name, slots.done.shape[0]), params)(slots, *rest)
 
     def fetch(self, tree: object) -> Any:
@@ -287,12 +287,12 @@ class CompiledFunctions(Generic[Params, Cache]):
     def get(self, program: Program, params: Params) -> Callable:
         """Return the compiled function of a program."""
         if program not in self._compiled:
-            if program not in self.all() and program.kind not in PARKING:
+            if program not in self.all() and program.kind not in PREEMPTION:
                 raise self._missing(program)
             with self._lock:
                 if program not in self._compiled:
                     self.on_begin([program])
-                if program in self._begun:
+                if program in self._compiling:
                     self._take(program)
                 elif program not in self._compiled:
                     self.begin(program, params)()
@@ -321,8 +321,8 @@ class CompiledFunctions(Generic[Params, Cache]):
             slots = self._abstract(larger)[0]
             jitted = jax.jit(compact, donate_argnums=1, out_shardings=self._shardings)
             return jitted, (slots.by_row(), slots.not_by_row(), rows)
-        if program.kind in PARKING:
-            return self._describe_parking(program)
+        if program.kind in PREEMPTION:
+            return self._describe_preemption(program)
         if program.kind == "read_records":
             assert engine_functions.recorded is not None, "something is recorded"
             pool = engine_functions.recorded(self._abstract(program.size)[0].cache)
@@ -341,14 +341,14 @@ class CompiledFunctions(Generic[Params, Cache]):
         inputs = jax.eval_shape(lambda: chunk_inputs(0, 0, config.shards))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
-    def _describe_parking(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
+    def _describe_preemption(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
         slots, number = self._abstract(program.size)[0], jax.ShapeDtypeStruct((), jnp.int32)
         rest = {
             "restore_row": lambda: (jax.eval_shape(read_row, slots, number),),
             "read_pages": lambda: (number,),
             "write_pages": lambda: (number, jax.eval_shape(read_pages, slots, number, number)),
         }.get(program.kind, tuple)()
-        function = PARKING[program.kind]
+        function = PREEMPTION[program.kind]
         if function in (read_row, read_pages):
             return jax.jit(function), (slots, number, *rest)
         return jax.jit(function, donate_argnums=0, out_shardings=self._shardings), (slots, number, *rest)

@@ -1,4 +1,4 @@
-"""What a call of the engine goes on with, and what ends it early: rollouts that outlive a call, or their weights.
+"""Options for rollouts that span several calls of the engine or several versions of the weights.
 
 Partial rollouts go on where an earlier call stopped them. Their tokens are kept whatever the weights at hand would
 draw; keys and values are computed anew, by a prefill of the prompt and of the tokens (reverify.py). Every token keeps
@@ -24,7 +24,7 @@ _OF_THE_LONGER = ("tokens", "length", "ended", "eos", "finished")
 
 @dataclasses.dataclass(frozen=True)
 class Continuation(Generic[Params]):
-    """How a call stands to those before and after it."""
+    """Options for rollouts that span several calls."""
 
     version: WeightsVersion = NO_VERSION  # of the call's weights
     # Responses, or their beginnings, that earlier weights drew with the noise of the same ids; verified before anything
@@ -34,7 +34,7 @@ class Continuation(Generic[Params]):
     lookahead: Lookahead | None = None
     # Rollouts of earlier calls to go on with, or finished ones, each with an id of this call's; their tokens are kept.
     # Needs EngineConfig.earlier "keep".
-    begun: Rollouts | None = None
+    partial: Rollouts | None = None
     # Asked after each chunk for weights to go on with, and their version; None: those at hand.
     newest: Callable[[], tuple[Params, WeightsVersion] | None] = lambda: None
     # Asked before each chunk, with [R] bool, whether the call may end before all rollouts are finished.
@@ -42,45 +42,45 @@ class Continuation(Generic[Params]):
 
     def earlier_tokens(self) -> Mapping[int, np.ndarray]:
         """Return id -> int32 response so far, of rollouts that are not finished."""
-        if (begun := self.begun) is None:
+        if (partial := self.partial) is None:
             return self.earlier
-        rows = np.flatnonzero(~begun.finished & (begun.response_length > 0)).tolist()
-        return {int(begun.rollout_id[row]): begun.tokens[row, begun.response_part(row)] for row in rows}
+        rows = np.flatnonzero(~partial.finished & (partial.response_length > 0)).tolist()
+        return {int(partial.rollout_id[row]): partial.tokens[row, partial.response_part(row)] for row in rows}
 
     def finished_ids(self) -> list[int]:
         """Return the ids of the rollouts that earlier calls finished."""
-        return [] if self.begun is None else self.begun.rollout_id[self.begun.finished].tolist()
+        return [] if self.partial is None else self.partial.rollout_id[self.partial.finished].tolist()
 
 
-def join(begun: Rollouts, found: Rollouts) -> Rollouts:
-    """Return what a call `found` of its rollouts, with what those that had `begun` had before it.
+def join(partial: Rollouts, new: Rollouts) -> Rollouts:
+    """Return the rollouts of a call, `new`, with what earlier calls drew of those that were `partial`.
 
     Args:
-      begun: rollouts of earlier calls, each one of `found` by its id.
-      found: of a finished one nothing; of the others what this call counted, and of their earlier tokens those that it
+      partial: rollouts of earlier calls, each one of `new` by its id.
+      new: of a finished one nothing; of the others what this call counted, and of their earlier tokens those that it
         came to: it may have ended before one started, or while its keys and values were computed.
     """
-    begun = begun.take(begun.finished | (begun.response_length > 0))  # those that have begun
-    place = {number: row for row, number in enumerate(found.rollout_id.tolist())}
-    rows = np.array([place[number] for number in begun.rollout_id.tolist()], int)
-    values = {name: value.copy() for name, value in vars(found).items() if name != "chunks"}
+    partial = partial.take(partial.finished | (partial.response_length > 0))  # those that have begun
+    place = {number: row for row, number in enumerate(new.rollout_id.tolist())}
+    rows = np.array([place[number] for number in partial.rollout_id.tolist()], int)
+    values = {name: value.copy() for name, value in vars(new).items() if name != "chunks"}
     for name in _OF_THE_START:
-        values[name][rows] = getattr(begun, name)
+        values[name][rows] = getattr(partial, name)
     for name in _COUNTS:
-        values[name][rows] += getattr(begun, name)
-    earlier = begun.in_response()
+        values[name][rows] += getattr(partial, name)
+    earlier = partial.in_response()
     for name in _BY_TOKEN:
-        if getattr(begun, name).size:
-            values[name][rows] = np.where(earlier, getattr(begun, name), values[name][rows])
-    longer = begun.finished | (begun.length > found.length[rows])
+        if getattr(partial, name).size:
+            values[name][rows] = np.where(earlier, getattr(partial, name), values[name][rows])
+    longer = partial.finished | (partial.length > new.length[rows])
     for name in _OF_THE_LONGER:
-        values[name][rows[longer]] = getattr(begun, name)[longer]
-    masks = found.masks()
-    for row, mask in zip(rows, begun.masks(), strict=True):
+        values[name][rows[longer]] = getattr(partial, name)[longer]
+    masks = new.masks()
+    for row, mask in zip(rows, partial.masks(), strict=True):
         masks[row] = np.concatenate([mask, masks[row]])
     # Of one that went on, all tokens have been in a forward of this call.
-    experts, known = found.experts_by_rollout(), begun.experts_by_rollout()
-    for i in np.flatnonzero(begun.finished):
+    experts, known = new.experts_by_rollout(), partial.experts_by_rollout()
+    for i in np.flatnonzero(partial.finished):
         experts[rows[i]] = known[i]
     joined = {"mask_ids": np.concatenate(masks), "experts": stack_experts(experts)}
-    return Rollouts(**values | joined, chunks=begun.chunks + found.chunks)
+    return Rollouts(**values | joined, chunks=partial.chunks + new.chunks)

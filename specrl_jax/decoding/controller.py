@@ -35,7 +35,7 @@ def best_length(tokens: np.ndarray | Sequence[float], costs: np.ndarray | Sequen
 
 
 class Choice(NamedTuple):
-    """What the next chunk does."""
+    """Draft length and iterations of the next chunk."""
 
     k: int  # tokens drafted per iteration
     iterations: int | None  # at most; None: a full chunk

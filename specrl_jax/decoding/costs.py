@@ -20,7 +20,7 @@ NEW_PAIRS = 8  # after which the medians over many slopes are computed again: wh
 
 @dataclasses.dataclass
 class _SizeCosts:
-    """What was measured of one batch size; `samples` is indexed like the lengths."""
+    """Measurements of one batch size; `samples` is indexed like the lengths."""
 
     samples: list[list[list[float]]]  # [live tokens, log seconds per iteration less the level at that time]
     call: float = 0.0  # seconds of a chunk beyond its iterations

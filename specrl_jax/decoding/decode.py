@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import stand_in
-from specrl_jax.decoding.drafters import Text
+from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.pages import missing, take
 from specrl_jax.decoding.records import free_finished
@@ -58,7 +58,7 @@ def decode_chunk(
     drafter, seed = functions.drafter, inputs.seed
     if k:
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
-        text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
+        text = CommittedTokens(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
     slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
     before = slots
@@ -131,7 +131,7 @@ def _iterate(
 ) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
     """Run the iterations of a chunk."""
     drafter, seed = functions.drafter, inputs.seed
-    ahead = max(k, drafter.ahead) if k else 0
+    uncommitted = max(k, drafter.uncommitted) if k else 0
     options = step_options(slots, functions, config, budget=config.budget)
     shardings = _here(shardings)
 
@@ -147,7 +147,7 @@ def _iterate(
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
         return i + 1, *reserve(
-            speculative_step(slots, seed, draft_fn, target_fn=target_fn, options=options), ahead, config
+            speculative_step(slots, seed, draft_fn, target_fn=target_fn, options=options), uncommitted, config
         )
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
@@ -156,7 +156,7 @@ def _iterate(
         goes_on = (i < inputs.max_iterations) & (running > inputs.stop_at_rows.sum()) & enough
         return goes_on & mask_has_room(slots, k, config)
 
-    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *reserve(slots, ahead, config)))
+    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *reserve(slots, uncommitted, config)))
     return count[None], enough[None], slots
 
 
@@ -209,16 +209,16 @@ def _over(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*[tuple(name for name in entry if name in names) or None for entry in entries])
 
 
-def reserve(slots: Slots[Cache], ahead: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
+def reserve(slots: Slots[Cache], uncommitted: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
     """Take the pages that the next iteration of every running row writes, if all are there; return whether they are.
 
-    It writes up to `ahead` positions beyond the last committed token.
+    It writes up to `uncommitted` positions beyond the last committed token.
     """
-    tokens = jnp.where(slots.done, 0, jnp.minimum(slots.length + ahead, slots.limit))
+    tokens = jnp.where(slots.done, 0, jnp.minimum(slots.length + uncommitted, slots.limit))
     need, enough = missing(slots.pool, slots.held, (tokens + config.page_tokens - 1) // config.page_tokens)
     enough = enough.all()
     # A row holds the pages of the last iteration, which committed at most a token beyond them.
-    most = -(-(ahead + 1) // config.page_tokens)
+    most = -(-(uncommitted + 1) // config.page_tokens)
     pool, held = take(slots.pool, slots.held, jnp.where(enough, need, 0), most)
     return enough, dataclasses.replace(slots, pool=pool, held=held)
 

@@ -1,4 +1,4 @@
-"""Who chooses draft lengths, as the engine asks it; and one that always chooses the same."""
+"""Draft-length policies: the protocol, and a fixed length."""
 
 import dataclasses
 from collections.abc import Sequence

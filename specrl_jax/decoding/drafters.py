@@ -21,7 +21,7 @@ from specrl_jax.decoding.step import no_draft
 DraftFn = Callable[[Params, Slots[Cache], jax.Array, int], tuple[Draft, Cache]]
 
 
-class Text(NamedTuple):
+class CommittedTokens(NamedTuple):
     """Committed tokens of some sequences, and the pages in which they stand."""
 
     tokens: jax.Array  # [B, S] int32
@@ -30,12 +30,12 @@ class Text(NamedTuple):
 
 
 # (params, text, cache) -> cache
-SyncCacheFn = Callable[[Params, Text, Cache], Cache]
+SyncCacheFn = Callable[[Params, CommittedTokens, Cache], Cache]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(Generic[Params, Cache]):
-    """How an engine drafts. A drafter's cache is part of the slots' cache, beside the target's.
+    """Functions of a drafter. Its cache is part of the slots' cache, beside the target's.
 
     Attributes:
       length: the longest draft, used unless a call chooses another; 0 drafts nothing.
@@ -43,14 +43,14 @@ class Drafter(Generic[Params, Cache]):
       sync_cache: updates its cache from any number of committed tokens; called after a prefill, and before a draft
         whose cache is further behind.
       replayable: its drafts are deterministic functions of committed tokens, so that `replay` can make them afterwards.
-      ahead: positions beyond the last committed token that a draft writes, however few tokens it drafts.
+      uncommitted: positions beyond the last committed token that a draft writes, however few tokens it drafts.
     """
 
     length: int
     draft: DraftFn[Params, Cache]
     sync_cache: SyncCacheFn[Params, Cache]
     replayable: bool = False
-    ahead: int = 0
+    uncommitted: int = 0
 
 
 NO_DRAFTER: Drafter = Drafter(

@@ -13,17 +13,17 @@ from typing import Generic, Self
 import numpy as np
 
 from kernels_pallas.verify.sampling import most_kept
-from specrl_jax.decoding.agree import Agree, alone
 from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.calibration import calibrate
 from specrl_jax.decoding.compiled import CompiledFunctions, Program
 from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.conversing import ConversingBatch
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.multi_turn import MultiTurnBatch
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -49,7 +49,7 @@ class Engine(Generic[Params, Cache]):
     sampling: Sampling
     response_tokens: int  # most of a rollout, unless a call says otherwise
     greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
-    agree: Agree = alone
+    agree: Broadcast = alone
 
     def sampled_as(self, sampling: Sampling, response_tokens: int, greedy: bool = False) -> Self:
         """Return an engine of the same programs that samples so; its rule and K must be this one's (`shares`)."""
@@ -143,7 +143,7 @@ class Engine(Generic[Params, Cache]):
         if turns is None:
             batch = ActiveBatch(self, params, scheduler, seed=seed, version=c.version)
         else:
-            batch = ConversingBatch(
+            batch = MultiTurnBatch(
                 self,
                 params,
                 scheduler,
@@ -162,9 +162,9 @@ class Engine(Generic[Params, Cache]):
                 batch.take_weights(*newer)
         batch.collect_unfinished()
         if c.lookahead is not None:
-            c.lookahead.texts |= batch.begun()
+            c.lookahead.texts |= batch.lookahead_texts()
         found = batch.rollouts(samples, c.version)
-        return found if c.begun is None else join(c.begun, found)
+        return found if c.partial is None else join(c.partial, found)
 
     def begin(
         self,
@@ -208,7 +208,7 @@ class Engine(Generic[Params, Cache]):
             self._decode(batch, lengths)
             self.compiled.begin_next(params, wanted)
         batch.collect_unfinished()
-        lookahead.texts |= batch.begun()
+        lookahead.texts |= batch.lookahead_texts()
         return not runs
 
     def _compile_for(
@@ -296,7 +296,7 @@ def make_engine(
     *,
     prompt_shardings: Prompts,
     lengths: tuple[int, ...] | None = None,
-    agree: Agree = alone,
+    agree: Broadcast = alone,
 ) -> Engine[Params, Cache]:
     """Return an engine; its functions are compiled at first use, or all at once by `compiled.compile_all`.
 

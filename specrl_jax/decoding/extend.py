@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
-from specrl_jax.decoding.drafters import Text
+from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append
 from specrl_jax.decoding.pages import join, missing, pick, split, take
@@ -99,7 +99,7 @@ def _prefill(
         cache = jax.lax.fori_loop(0, pieces, piece, cache)
         if not functions.drafter.length:
             return cache
-        return functions.drafter.sync_cache(params, Text(tokens, jnp.where(here, length, 0), table), cache)
+        return functions.drafter.sync_cache(params, CommittedTokens(tokens, jnp.where(here, length, 0), table), cache)
 
     blocks = (chosen.sum(axis=1, dtype=jnp.int32).max() + n - 1) // n
     return jax.lax.fori_loop(0, blocks, prefill_some, slots.cache)

@@ -1,4 +1,4 @@
-"""What an engine is made of: a target and its drafter, as functions."""
+"""Functions that make up an engine: those of a target and of its drafter."""
 
 import dataclasses
 from collections.abc import Callable

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class Lookahead:
-    """What a call may begin once its own rollouts have all started, and what was drawn of it.
+    """Rollouts that a call may begin once its own have all started, with the tokens drawn so far.
 
     The later call verifies these texts under its own weights (reverify.py): under `coupled`, and greedily, its rollouts
     are those that it would have drawn without them.

@@ -14,7 +14,7 @@ from kernels_pallas.attention.types import Table
 from specrl_jax.core import Tree
 
 
-class Pool(NamedTuple):
+class PagePool(NamedTuple):
     """The pages of D shards, C each."""
 
     references: jax.Array  # [D, C] int32, rows and prompts that hold each page
@@ -22,7 +22,7 @@ class Pool(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # [D] int32, free pages; hides tuple.count
 
 
-class Held(NamedTuple):
+class PageTable(NamedTuple):
     """The pages of B rows, those of shard d in rows d B / D and up. C: no page."""
 
     table: jax.Array  # [B, P] int32, page of positions [j T, (j + 1) T) at column j, an id of the row's shard
@@ -30,31 +30,31 @@ class Held(NamedTuple):
     shared: jax.Array  # [B] int32, the first of them that it may not write: other rows read them too
 
 
-def empty_pool(shards: int, pages: int) -> Pool:
+def empty_pool(shards: int, pages: int) -> PagePool:
     """Return `pages` free pages in each shard; the lowest ids are taken first."""
     free = jnp.broadcast_to(jnp.arange(pages - 1, -1, -1, dtype=jnp.int32), (shards, pages))
-    return Pool(jnp.zeros((shards, pages), jnp.int32), free, jnp.full((shards,), pages, jnp.int32))
+    return PagePool(jnp.zeros((shards, pages), jnp.int32), free, jnp.full((shards,), pages, jnp.int32))
 
 
-def no_pages(rows: int, columns: int, pages: int) -> Held:
+def no_pages(rows: int, columns: int, pages: int) -> PageTable:
     """Return rows without pages, of at most `columns`, out of a pool of `pages` a shard."""
     zeros = jnp.zeros((rows,), jnp.int32)
-    return Held(jnp.full((rows, columns), pages, jnp.int32), zeros, zeros)
+    return PageTable(jnp.full((rows, columns), pages, jnp.int32), zeros, zeros)
 
 
-def tables(held: Held, pages: int) -> Table:
+def tables(held: PageTable, pages: int) -> Table:
     """Return the tables that a forward reads by and writes by."""
-    own = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
-    return Table(held.table, jnp.where(own, held.table, pages))
+    writable = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
+    return Table(held.table, jnp.where(writable, held.table, pages))
 
 
-def missing(pool: Pool, held: Held, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def missing(pool: PagePool, held: PageTable, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return how many pages each row [B] lacks to hold `wanted` [B], and whether every shard [D] has as many free."""
     need = jnp.maximum(wanted - held.count, 0)
     return need, need.reshape(len(pool.count), -1).sum(axis=1, dtype=jnp.int32) <= pool.count
 
 
-def take(pool: Pool, held: Held, need: jax.Array, most: int) -> tuple[Pool, Held]:
+def take(pool: PagePool, held: PageTable, need: jax.Array, most: int) -> tuple[PagePool, PageTable]:
     """Give every row `need` [B] more pages, at most `most`; each shard must have as many free."""
     D, C = pool.free.shape
     by_shard = need.reshape(D, -1)
@@ -69,10 +69,10 @@ def take(pool: Pool, held: Held, need: jax.Array, most: int) -> tuple[Pool, Held
         held.table, columns, ids.reshape(-1, most)
     )
     count = pool.count - by_shard.sum(axis=1, dtype=jnp.int32)
-    return Pool(references, pool.free, count), Held(new_table, held.count + need, held.shared)
+    return PagePool(references, pool.free, count), PageTable(new_table, held.count + need, held.shared)
 
 
-def release(pool: Pool, held: Held, rows: jax.Array) -> tuple[Pool, Held]:
+def release(pool: PagePool, held: PageTable, rows: jax.Array) -> tuple[PagePool, PageTable]:
     """Take every page from `rows` [B] bool; those that nobody else holds are free again."""
     D, C = pool.free.shape
     let_go = jnp.where(rows[:, None], held.table, C).reshape(D, -1)
@@ -83,12 +83,12 @@ def release(pool: Pool, held: Held, rows: jax.Array) -> tuple[Pool, Held]:
     free = jax.vmap(lambda stack, at, new: stack.at[at].set(new, mode="drop"))(
         pool.free, jnp.where(freed, order, C), ids
     )
-    pool = Pool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
+    pool = PagePool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
     table = jnp.where(rows[:, None], C, held.table)
-    return pool, Held(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared))
+    return pool, PageTable(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared))
 
 
-def share(pool: Pool, prompts: Held, source: jax.Array, pages: jax.Array) -> tuple[Pool, Held]:
+def share(pool: PagePool, prompts: PageTable, source: jax.Array, pages: jax.Array) -> tuple[PagePool, PageTable]:
     """Let rows hold the first pages of prompts, beside who holds them now.
 
     Args:
@@ -102,7 +102,7 @@ def share(pool: Pool, prompts: Held, source: jax.Array, pages: jax.Array) -> tup
     table = pick(prompts.table, source.reshape(D, -1))
     table = jnp.where(jnp.arange(table.shape[1])[None] < pages[:, None], table, C)
     references = jax.vmap(lambda row, ids: row.at[ids].add(1, mode="drop"))(pool.references, table.reshape(D, -1))
-    return pool._replace(references=references), Held(table, pages, pages)
+    return pool._replace(references=references), PageTable(table, pages, pages)
 
 
 def gather_pages(shards: int, cache: Tree, ids: jax.Array) -> Tree:

@@ -1,4 +1,4 @@
-"""What the target's forwards record of each token, beside keys and values in their pages, and how the host collects it.
+"""Records that the target's forwards make of each token, beside keys and values in their pages; the host collects them.
 
 Of a mixture these are the experts of each token (models/qwen3/expert_record.py). A record stands at the position of its
 token, so it is of the forward that drew the next one: a refused draft's is overwritten by that of the token committed

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
-from specrl_jax.decoding.drafters import Text
+from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append, empty_lookup_cache, insert
 from specrl_jax.decoding.pages import (
-    Held,
-    Pool,
+    PagePool,
+    PageTable,
     empty_pool,
     gather_pages,
     join,
@@ -162,7 +162,7 @@ def _prefill(
     batch: PrefillBatch,
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
-) -> tuple[Prompts, Pool, Cache]:
+) -> tuple[Prompts, PagePool, Cache]:
     """Prefill the new prompts, `prefill_rows` at a time in pieces of `prefill_tokens`: a prompt costs what it holds."""
     D, T = config.shards, config.page_tokens
     size = min(config.prefill_tokens, config.max_prompt_tokens)
@@ -188,7 +188,7 @@ def _prefill(
         cache = jax.lax.fori_loop(0, (length.max() + size - 1) // size, piece, cache)
         if not functions.drafter.length:
             return cache
-        return functions.drafter.sync_cache(params, Text(tokens, length, table), cache)
+        return functions.drafter.sync_cache(params, CommittedTokens(tokens, length, table), cache)
 
     # Those of a shard stand first.
     most = (batch.length.reshape(D, -1) > 0).sum(axis=1, dtype=jnp.int32).max()
@@ -199,13 +199,13 @@ def _prefill(
 
 def _start_rows(
     slots: Slots[Cache],
-    pool: Pool,
+    pool: PagePool,
     cache: Cache,
     prompts: Prompts,
     batch: PrefillBatch,
     length: jax.Array,
     config: EngineConfig,
-) -> tuple[Pool, Cache, Held]:
+) -> tuple[PagePool, Cache, PageTable]:
     """Give the fresh slots their pages: those of the prompt that end before its last token, and a copy of the next."""
     D, C, fresh = config.shards, config.shard_pages, batch.fresh
     full = jnp.where(fresh, (length - 1) // config.page_tokens, 0)

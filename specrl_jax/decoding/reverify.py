@@ -40,12 +40,12 @@ AT_ONCE = 15
 
 
 class Reverified(NamedTuple):
-    """What one call did, small enough to fetch after every call."""
+    """Statistics of one call, small enough to fetch after every call."""
 
     done: jax.Array  # [B] bool
     length: jax.Array  # [B] int32
     iterations: jax.Array  # [] int32
-    left: jax.Array  # [] bool: rows have tokens that are not verified yet
+    unverified: jax.Array  # [] bool: rows have tokens that are not verified yet
     free: jax.Array  # [D] int32, free pages
     short: jax.Array  # [] bool: the next iteration would need more
 
@@ -99,8 +99,9 @@ def reverify_chunk(
 
     count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserved(slots)))
     slots = free_finished(dataclasses.replace(slots, stop_state=None))
-    left = has_earlier_tokens(slots).any()
-    return slots, Reverified(slots.done, slots.length, count, left=left, free=slots.pool.count, short=~enough)
+    unverified = has_earlier_tokens(slots).any()
+    free = slots.pool.count
+    return slots, Reverified(slots.done, slots.length, count, unverified=unverified, free=free, short=~enough)
 
 
 def at_once(config: EngineConfig) -> int:

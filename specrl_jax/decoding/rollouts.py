@@ -33,7 +33,7 @@ class DecodeChunk(NamedTuple):
 
     @property
     def tokens_read(self) -> float:
-        """Live tokens of all rows that ran, on average over the iterations."""
+        """Return the live tokens of all rows that ran, on average over the iterations."""
         return self.live * self.verifications / self.iterations
 
 
@@ -80,12 +80,12 @@ class Rollouts:
 
     @property
     def response_length(self) -> np.ndarray:
-        """[R] int32, tokens."""
+        """Return [R] int32, tokens."""
         return self.length - self.prompt_length
 
     @property
     def policy_tokens(self) -> np.ndarray:
-        """[R] int32, response tokens that the policy wrote."""
+        """Return [R] int32, response tokens that the policy wrote."""
         return self.response_length - self.environment.sum(axis=1, dtype=np.int32)
 
     def response(self, row: int) -> list[int]:

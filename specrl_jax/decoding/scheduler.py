@@ -93,29 +93,29 @@ class Scheduler:
 
     @property
     def waiting(self) -> bool:
-        """Whether some requests have not started yet."""
+        """Return whether some requests have not started yet."""
         return self._next_prompt < len(self._prompts) or any(self._current)
 
     @property
     def running(self) -> int:
-        """Number of rows with a request."""
+        """Return the number of rows with a request."""
         return int((self.owner != FREE).sum())
 
     @property
     def running_by_shard(self) -> np.ndarray:
-        """[D] rows with a request."""
+        """Return [D] rows with a request."""
         return (self._by_shard(self.owner) != FREE).sum(axis=1)
 
     def free_rows(self, shard: int) -> np.ndarray:
         """Return the free rows of a shard."""
         return np.flatnonzero(self._by_shard(self.owner)[shard] == FREE) + shard * self._rows_per_shard
 
-    def schedule(self, free_pages: np.ndarray, ahead: int = 1) -> PrefillBatch | None:
+    def schedule(self, free_pages: np.ndarray, iteration_pages: int = 1) -> PrefillBatch | None:
         """Assign the next requests to free slots, as many as one refill can prefill prompts and find pages for.
 
         Args:
           free_pages: [D] of each shard.
-          ahead: pages that an iteration of a row takes at most.
+          iteration_pages: pages that an iteration of a row takes at most.
         Returns:
           None where nothing can start.
         """
@@ -130,7 +130,7 @@ class Scheduler:
             group, prefill = self._current[shard], 0
             if group is None:
                 group, prefill = self._next_group(len(new[shard])), 1
-            room = self._room(group, prefill, len(free_rows[shard]), int(free_pages[shard]), ahead)
+            room = self._room(group, prefill, len(free_rows[shard]), int(free_pages[shard]), iteration_pages)
             if group is None or not room:
                 open_shards.remove(shard)
                 continue
@@ -168,16 +168,16 @@ class Scheduler:
     def _prompt_pages(self, prompt: int) -> int:
         return -(-len(self._prompts[prompt]) // self._config.page_tokens)
 
-    def _room(self, group: _Group | None, prefill: int, rows: int, pages: int, ahead: int) -> int:
+    def _room(self, group: _Group | None, prefill: int, rows: int, pages: int, iteration_pages: int) -> int:
         """Return how many rollouts of a group can start in a shard with free `rows` and `pages`."""
         if group is None or not rows:
             return 0
         running = self._rows_per_shard - rows
         # Each takes a page, and leaves every running row those of its next iteration.
-        fit = (pages - prefill * self._prompt_pages(group.prompt) - ahead * running) // (1 + ahead)
+        fit = (pages - prefill * self._prompt_pages(group.prompt) - iteration_pages * running) // (1 + iteration_pages)
         # A shard where nothing runs has room for any rollout (EngineConfig.fewest_pages).
-        left = len(self._to_start[group.prompt]) - group.started
-        return min(rows, left, max(fit, 0 if running else 1))
+        unstarted = len(self._to_start[group.prompt]) - group.started
+        return min(rows, unstarted, max(fit, 0 if running else 1))
 
     def _batch(self, starts: list[_Start], new: list[list[int]], carried: list[int | None]) -> PrefillBatch:
         config = self._config
@@ -260,8 +260,8 @@ class Scheduler:
             shard * (P // config.shards) + i: p for shard, prompts in enumerate(new) for i, p in enumerate(prompts)
         }
         for i, prompt in places.items():
-            own = self._prompts[prompt]
-            tokens[i, : len(own)], length[i], group[i] = own, len(own), self._group[prompt]
+            ids = self._prompts[prompt]
+            tokens[i, : len(ids)], length[i], group[i] = ids, len(ids), self._group[prompt]
         found = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(places)
         return {name: stand_in(x) for name, x in found.items()}
 
@@ -303,13 +303,13 @@ class Scheduler:
         order = np.where(self.owner == FREE, -1, self._order[self.owner])
         return int(self._by_shard(order)[shard].argmax()) + shard * self._rows_per_shard
 
-    def park(self, row: int) -> int:
+    def preempt(self, row: int) -> int:
         """Free a row whose request will be placed again; return the request."""
         request, self.owner[row] = int(self.owner[row]), FREE
         return request
 
     def place(self, rows: np.ndarray, requests: np.ndarray) -> None:
-        """Give free rows to requests, new or parked."""
+        """Give free rows to requests, new or preempted."""
         self.owner[rows] = requests
         new = requests[self._order[requests] < 0]
         self._order[new] = self._started + np.arange(len(new))

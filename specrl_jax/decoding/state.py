@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import Held, Pool, tables
+from specrl_jax.decoding.pages import PagePool, PageTable, tables
 
 Params = TypeVar("Params")
 Cache = TypeVar("Cache")
@@ -51,27 +51,27 @@ class EngineConfig:
 
     @property
     def cache_length(self) -> int:
-        """S, tokens."""
+        """Return S, the tokens of a sequence's cache."""
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
     def prompts(self) -> int:
-        """P, most prompts that one refill starts, a multiple of prefill_rows."""
+        """Return P, the most prompts that one refill starts, a multiple of prefill_rows."""
         return -(-(self.new_prompts or self.num_slots) // self.prefill_rows) * self.prefill_rows
 
     @property
     def columns(self) -> int:
-        """P, most pages of a sequence."""
+        """Return P, the most pages of a sequence."""
         return -(-self.cache_length // self.page_tokens)
 
     @property
     def fewest_pages(self) -> int:
-        """Pages of a shard that always let one sequence go on: it, a prompt carried over, and a page copied."""
+        """Return the pages with which a shard lets any one sequence go on: its own, a carried prompt's, one copied."""
         return self.columns + -(-self.max_prompt_tokens // self.page_tokens) + 1
 
     @property
     def shard_pages(self) -> int:
-        """C, pages of a shard: by default those of full slots, one more each, and a prompt carried over."""
+        """Return C, pages of a shard: by default those of full slots, one more each, and a prompt carried over."""
         # A refill prefills no more prompts than it starts rows, which keep their pages; the one more is what a row
         # may take next, for which a refill leaves room. Where a sequence is a page or two, a refill of all slots, with
         # its prompts beside two pages a row, takes more.
@@ -126,8 +126,8 @@ class Slots(Generic[Cache]):
     sequence: jax.Array  # [B] int32, index of the row among its group's sequences
     lookup_cache: LookupCache | None  # texts for lookup drafters
     cache: Cache  # pages of the target's and the drafter's caches; axis 0 of every array is the page
-    pool: Pool  # who holds them
-    held: Held  # those of each row
+    pool: PagePool  # who holds them
+    held: PageTable  # those of each row
     sampling: RowSampling  # of each row
     mask: MaskBuffer | None = None  # None: not recorded
     earlier: Earlier | None = None  # None: rollouts begin at their prompts
@@ -137,7 +137,7 @@ class Slots(Generic[Cache]):
 
     @property
     def table(self) -> Table:
-        """The pages that a forward of all rows reads and writes."""
+        """Return the pages that a forward of all rows reads and writes."""
         return tables(self.held, self.pool.free.shape[1])
 
     def by_row(self) -> "Slots[Cache]":
@@ -160,7 +160,7 @@ class Prompts(NamedTuple):
 
     tokens: jax.Array  # [D n, T] int32
     length: jax.Array  # [D n] int32
-    held: Held
+    held: PageTable
 
 
 class PrefillBatch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who answers the turns of a rollout, as the engine sees it."""
+"""Protocol by which the engine asks environments to answer the turns of a rollout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -15,8 +15,8 @@ class Turn(NamedTuple):
     eos: bool  # by an end-of-text token, its last one
 
 
-class Answer(NamedTuple):
-    """What an environment says to a turn."""
+class TurnAnswer(NamedTuple):
+    """An environment's answer to a turn."""
 
     request: int
     tokens: Sequence[int] | None  # appended as they are, at least one; None: the rollout has ended
@@ -33,5 +33,5 @@ class Turns(Protocol):
     def ask(self, turn: Turn) -> None:
         """Hand over a turn; do not wait."""
 
-    def answers(self, seconds: float) -> list[Answer]:
+    def answers(self, seconds: float) -> list[TurnAnswer]:
         """Return what has been answered since the last call; wait up to `seconds` for the first answer."""

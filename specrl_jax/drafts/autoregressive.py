@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise
-from specrl_jax.decoding.drafters import Text, sample_draft
+from specrl_jax.decoding.drafters import CommittedTokens, sample_draft
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig
 
@@ -54,7 +54,7 @@ def draft_tokens(
     return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), deterministic, vocab_map=vocab_map)
 
 
-def in_blocks(update: Callable[[Paging, Cache], Cache], text: Text, cache: Cache) -> Cache:
+def in_blocks(update: Callable[[Paging, Cache], Cache], text: CommittedTokens, cache: Cache) -> Cache:
     """Apply update(places [B, Q], cache) to every token of a text, SYNC_BLOCK positions of all rows at a time."""
     size = min(SYNC_BLOCK, text.tokens.shape[1])
 

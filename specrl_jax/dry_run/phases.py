@@ -18,7 +18,7 @@ from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs, logprob_passes
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.build import Learner, RolloutEngines, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan
 from specrl_jax.training.shapes import abstract_microbatch, abstract_rows
@@ -119,7 +119,7 @@ def abstract_state(learner: Learner) -> RunState:
     return dataclasses.replace(state, policy=policy)
 
 
-def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
+def _generation(rollout: RolloutEngines, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
     """Return the engine's programs: those of `CompiledFunctions.all` and of parking, at the full batch size.
 
     Of the decode chunks, all of which calibration runs on one batch, plain ones and those of the longest drafts: the

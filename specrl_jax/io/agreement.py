@@ -1,4 +1,4 @@
-"""What must be equal in all processes of a run: versions, config, workdir, and the files that the config names."""
+"""Check that all processes of a run have equal versions, config, workdir, and files that the config names."""
 
 import contextlib
 import hashlib

@@ -38,8 +38,8 @@ def with_packed(host: HostState, name: str, value: object) -> HostState:
     return HostState(host.values | {name: packed.values}, {**host.arrays, **packed.arrays})
 
 
-class Record(NamedTuple):
-    """What a checkpoint says of itself."""
+class CheckpointRecord(NamedTuple):
+    """Digests of a checkpoint's content, stored in it."""
 
     step: int
     state: dict[str, LeafDigest]  # by the path of an array
@@ -52,7 +52,7 @@ class Damaged(Exception):
     """A checkpoint is not as it was saved; the message says what is not."""
 
 
-def record_json(record: Record) -> dict[str, Any]:
+def record_json(record: CheckpointRecord) -> dict[str, Any]:
     """Return a record as the JSON of the item `digests`."""
     return record._asdict() | {"seal": json_digest(record._asdict())}
 
@@ -79,7 +79,7 @@ def read_part(path: str, abstract_part: Tree) -> Tree:
     return _verified(part, record)
 
 
-def read_record(path: str) -> Record:
+def read_record(path: str) -> CheckpointRecord:
     """Return what a checkpoint says of itself. Raise Damaged where it is missing or not as it was saved."""
     if not has_items(path):
         raise Damaged("nothing of a checkpoint is in it")
@@ -87,7 +87,7 @@ def read_record(path: str) -> Record:
         found = _restored(path, "digests", ocp.JsonCheckpointHandler())
         seal = found.pop("seal")
         state, arrays = ({name: _leaf(x) for name, x in found[part].items()} for part in ("state", "arrays"))
-        record = Record(found["step"], state, arrays, values=found["values"], accuracy=found["accuracy"])
+        record = CheckpointRecord(found["step"], state, arrays, values=found["values"], accuracy=found["accuracy"])
     except Exception as error:  # as in _in_all
         raise Damaged(_reason(error)) from None
     if json_digest(record._asdict()) != seal:
@@ -120,7 +120,7 @@ def _in_all(item: str, read: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]  # nothing failed
 
 
-def _fitting_record(path: str, abstract: object, whole: bool) -> Record:
+def _fitting_record(path: str, abstract: object, whole: bool) -> CheckpointRecord:
     """Return the record. Raise InputError where the arrays of `abstract` are not those (or some, if not `whole`)."""
     record = _in_all("digests", lambda: read_record(path))
     if difference := _misfit(record, abstract, whole):
@@ -133,7 +133,7 @@ def _leaf(found: Sequence[Any]) -> LeafDigest:
     return LeafDigest(dtype, tuple(shape), digest)
 
 
-def read_values(path: str, record: Record) -> dict[str, Any]:
+def read_values(path: str, record: CheckpointRecord) -> dict[str, Any]:
     """Return the JSON of a checkpoint. Raise Damaged where it is not as saved."""
     values = _restored(path, "values", ocp.JsonCheckpointHandler())
     if json_digest(values) != record.values:
@@ -141,7 +141,7 @@ def read_values(path: str, record: Record) -> dict[str, Any]:
     return values
 
 
-def _read_arrays(path: str, record: Record) -> dict[str, np.ndarray]:
+def _read_arrays(path: str, record: CheckpointRecord) -> dict[str, np.ndarray]:
     if not record.arrays:
         return {}
     found = _restored(path, "arrays", ocp.StandardCheckpointHandler(), ocp.args.StandardRestore())
@@ -181,7 +181,7 @@ class _WaitingLoops(asyncio.DefaultEventLoopPolicy):
         return _WaitingLoop()
 
 
-def _verified(arrays: Tree, record: Record) -> Tree:
+def _verified(arrays: Tree, record: CheckpointRecord) -> Tree:
     _compare(device_digests(arrays)[0], record.state)
     return arrays
 
@@ -192,7 +192,7 @@ def _compare(found: Mapping[str, LeafDigest], saved: Mapping[str, LeafDigest]) -
         raise Damaged(f"{wrong[0]}: not as saved{f', and {len(wrong) - 1} more' if wrong[1:] else ''}")
 
 
-def _misfit(record: Record, abstract: object, whole: bool) -> str:
+def _misfit(record: CheckpointRecord, abstract: object, whole: bool) -> str:
     """Return how the arrays of a record differ from `abstract`; "" where they fit."""
     wanted = {name_of(path): (x.dtype.name, x.shape) for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
     saved = {name: (leaf.dtype, leaf.shape) for name, leaf in record.state.items()}

@@ -15,9 +15,9 @@ from specrl_jax import distributed
 from specrl_jax.core import Tree, system_error
 from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.io.checkpoint_reader import (
+    CheckpointRecord,
     Damaged,
     HostState,
-    Record,
     first_line,
     has_items,
     read,
@@ -59,7 +59,9 @@ class Checkpoints:
         digests, not_finite = device_digests(state)
         if not_finite:
             return not_finite[0]
-        record = Record(step, digests, array_digests(host.arrays), values=json_digest(host.values), accuracy=accuracy)
+        record = CheckpointRecord(
+            step, digests, array_digests(host.arrays), values=json_digest(host.values), accuracy=accuracy
+        )
         items = {"state": ocp.args.StandardSave(state), "values": ocp.args.JsonSave(host.values)}
         if host.arrays:
             items["arrays"] = ocp.args.StandardSave(dict(host.arrays))

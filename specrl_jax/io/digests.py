@@ -23,7 +23,7 @@ SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
 
 class LeafDigest(NamedTuple):
-    """What a checkpoint records of one array."""
+    """Dtype, shape and digest of one array, as a checkpoint records them."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Where memory does not suffice: one line that names the phase and the keys to change, in place of a traceback."""
+"""Report exhausted memory by one line that names the phase and the keys to change, in place of a traceback."""
 
 import contextlib
 import math

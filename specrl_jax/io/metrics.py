@@ -14,7 +14,7 @@ from specrl_jax.io.tensorboard import TensorBoard
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.json_files import LINE_BYTES, Checked, check, parse_json, read_lines
 
-Row = dict[str, float]  # metrics of one step by name; read back, None for a value that is not finite
+StepMetrics = dict[str, float]  # metrics of one step by name; read back, None for a value that is not finite
 Sample = dict[str, object]  # a rollout of rollouts/step_N.jsonl
 
 
@@ -31,7 +31,7 @@ class MetricsWriter:
     def __init__(
         self,
         workdir: str,
-        kept: Sequence[Row] = (),
+        kept: Sequence[StepMetrics] = (),
         trackers: Trackers | None = None,
     ) -> None:
         self._rollouts = os.path.join(workdir, "rollouts")
@@ -44,7 +44,7 @@ class MetricsWriter:
         self._trackers.add(TensorBoard(os.path.join(workdir, "tensorboard")))
         self._trackers.tell(lambda tracker: tracker.begin(kept))
 
-    def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:
+    def write(self, row: StepMetrics, histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Write one step; `row` has its number under "step". Non-finite values become null.
 
         Args:
@@ -70,7 +70,7 @@ class MetricsWriter:
 class NoMetrics:
     """Accepts the same calls and writes nothing."""
 
-    def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:
+    def write(self, row: StepMetrics, histograms: Mapping[str, np.ndarray] | None = None) -> None:
         pass
 
     def write_rollouts(self, step: int, rows: list[Sample]) -> None:
@@ -88,7 +88,7 @@ class MetricsRow(Checked):
     step: int = pydantic.Field(ge=0)
 
 
-def read_metrics(workdir: str) -> list[Row]:
+def read_metrics(workdir: str) -> list[StepMetrics]:
     """Read the rows of metrics.jsonl, without an incomplete last line of a killed run. Raises InputError by line."""
     path = os.path.join(workdir, "metrics.jsonl")
     if not os.path.exists(path):
@@ -101,7 +101,7 @@ def read_metrics(workdir: str) -> list[Row]:
     return rows
 
 
-def plain_seconds(row: Row, last: Row) -> float | None:
+def plain_seconds(row: StepMetrics, last: StepMetrics) -> float | None:
     """Return the seconds that a step would take without drafts: rollouts slower by the closing comparison of the
     `last` row, and no training of the draft. None without one, and where rollouts are generated beside the learner.
     """

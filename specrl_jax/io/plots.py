@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from specrl_jax.core import PHASES, naming
-from specrl_jax.io.metrics import Row, plain_seconds
+from specrl_jax.io.metrics import StepMetrics, plain_seconds
 from specrl_jax.io.progress import compiles
 
 # Okabe and Ito's, which colour-blind readers tell apart, with a grey for their green: no red stands beside a green.
@@ -26,7 +26,7 @@ PAIRS = (
 )
 
 
-def plot_run(rows: list[Row], workdir: str) -> str:
+def plot_run(rows: list[StepMetrics], workdir: str) -> str:
     """Plot accuracy, time, lengths, rollout-learner KL and speculation over steps. Return the path of plots/run.png.
 
     What the run has no values of gets no panel.
@@ -50,7 +50,7 @@ def plot_run(rows: list[Row], workdir: str) -> str:
     return path
 
 
-def panel_svg(draw: Callable[[plt.Axes], None], rows: list[Row]) -> tuple[str, str]:
+def panel_svg(draw: Callable[[plt.Axes], None], rows: list[StepMetrics]) -> tuple[str, str]:
     """Return one panel as an SVG image, and what it shows in words."""
     figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
     _draw(axis, draw, rows)
@@ -60,7 +60,7 @@ def panel_svg(draw: Callable[[plt.Axes], None], rows: list[Row]) -> tuple[str, s
     return image.getvalue(), " and ".join(one.get_ylabel() for one in figure.axes) + " over RL steps"
 
 
-def _draw(axis: plt.Axes, draw: Callable[[plt.Axes], None], rows: list[Row]) -> None:
+def _draw(axis: plt.Axes, draw: Callable[[plt.Axes], None], rows: list[StepMetrics]) -> None:
     axis.set_prop_cycle(color=COLOURS)
     draw(axis)
     axis.set_xlabel("RL step")
@@ -69,7 +69,7 @@ def _draw(axis: plt.Axes, draw: Callable[[plt.Axes], None], rows: list[Row]) -> 
     axis.grid(alpha=0.3)
 
 
-def panels_of(rows: list[Row]) -> list[Callable[[plt.Axes], None]]:
+def panels_of(rows: list[StepMetrics]) -> list[Callable[[plt.Axes], None]]:
     """Return what draws each panel that has values."""
     panels: list[Callable[[plt.Axes], None]] = [functools.partial(_learning, rows=rows)]
     if steps := [row for row in rows if "time/total" in row]:
@@ -80,12 +80,12 @@ def panels_of(rows: list[Row]) -> list[Callable[[plt.Axes], None]]:
     return [*panels, *(functools.partial(_pair, rows=steps, pair=pair) for pair in pairs)]
 
 
-def _series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
+def _series(rows: list[StepMetrics], name: str) -> tuple[list[float], list[float]]:
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _learning(axis: plt.Axes, rows: list[Row]) -> None:
+def _learning(axis: plt.Axes, rows: list[StepMetrics]) -> None:
     axis.plot(*_series(rows, "reward/mean"), ".-", label="training reward, mean", color="tab:gray")
     axis.plot(*_series(rows, "eval/accuracy"), "o-", label="validation accuracy, sampled")
     if (greedy := _series(rows, "eval/accuracy_greedy"))[0]:
@@ -96,7 +96,7 @@ def _learning(axis: plt.Axes, rows: list[Row]) -> None:
     axis.legend()
 
 
-def _phases(axis: plt.Axes, rows: list[Row]) -> None:
+def _phases(axis: plt.Axes, rows: list[StepMetrics]) -> None:
     # As wide as a step, so that a run of one shows it.
     edges = np.repeat([row["step"] for row in rows], 2) + np.tile([-0.5, 0.5], len(rows))
     axis.stackplot(edges, [np.repeat([row[f"time/{p}"] for row in rows], 2) for p in PHASES], labels=PHASES)
@@ -113,7 +113,7 @@ def _phases(axis: plt.Axes, rows: list[Row]) -> None:
     axis.legend(loc="upper right", ncols=3, fontsize=7)
 
 
-def _acceptance(axis: plt.Axes, rows: list[Row]) -> None:
+def _acceptance(axis: plt.Axes, rows: list[StepMetrics]) -> None:
     rates = sorted({name for row in rows for name in row if name.startswith("spec/acceptance_rate_pos_")})
     for name in rates:
         axis.plot(*_series(rows, name), ".-", label=f"draft {name.rpartition('_')[2]} accepted", alpha=0.8)
@@ -128,7 +128,7 @@ def _acceptance(axis: plt.Axes, rows: list[Row]) -> None:
     axis.set_title("acceptance")
 
 
-def _pair(axis: plt.Axes, rows: list[Row], pair: tuple[str, str, str, str]) -> None:
+def _pair(axis: plt.Axes, rows: list[StepMetrics], pair: tuple[str, str, str, str]) -> None:
     for side, name, label, color in ((axis, *pair[:2], "tab:blue"), (axis.twinx(), *pair[2:], "tab:orange")):
         side.plot(*_series(rows, name), ".-", color=color)
         side.set_ylabel(label, color=color)

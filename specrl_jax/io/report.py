@@ -7,7 +7,7 @@ import rich.console
 import rich.table
 
 from specrl_jax.core import PHASES
-from specrl_jax.io.metrics import Row, plain_seconds
+from specrl_jax.io.metrics import StepMetrics, plain_seconds
 from specrl_jax.io.progress import compiles
 
 WIDTH = 100  # columns of a file, for which rich assumes 80
@@ -21,7 +21,7 @@ def table_console() -> rich.console.Console:
     return console
 
 
-def print_report(rows: list[Row], draft_length: int, figure: str) -> None:
+def print_report(rows: list[StepMetrics], draft_length: int, figure: str) -> None:
     """Print accuracy before and after, speed and acceptance of the rollouts, share of each phase, path of the plot.
 
     Args:
@@ -41,7 +41,7 @@ def print_report(rows: list[Row], draft_length: int, figure: str) -> None:
     console.print(f"plot: {figure}", soft_wrap=True)
 
 
-def _lines(rows: list[Row], steps: list[Row], draft_length: int) -> list[tuple[str, str]]:
+def _lines(rows: list[StepMetrics], steps: list[StepMetrics], draft_length: int) -> list[tuple[str, str]]:
     """Return (label, text) of each line."""
     first, last, lines = steps[0], steps[-1], []
     for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
@@ -65,7 +65,7 @@ def _lines(rows: list[Row], steps: list[Row], draft_length: int) -> list[tuple[s
     return lines
 
 
-def _shares(timed: list[Row]) -> dict[str, int]:
+def _shares(timed: list[StepMetrics]) -> dict[str, int]:
     """Return per cent of the learner's time by phase, and of what is none of them; their sum is 100. None is 0."""
     parts = {phase: sum(row[f"time/{phase}"] for row in timed) for phase in PHASES}
     waited = sum(row.get("time/exposed_generation", row["time/generate"]) for row in timed)
@@ -83,7 +83,7 @@ def _shares(timed: list[Row]) -> dict[str, int]:
     return {part: share for part, share in whole.items() if share}
 
 
-def _speed(timed: list[Row], last: Row) -> str:
+def _speed(timed: list[StepMetrics], last: StepMetrics) -> str:
     text = f"{_median(timed, 'rollout/tokens_per_second'):,.0f} tokens/s"
     if "spec/speedup" not in last:
         return text
@@ -91,7 +91,7 @@ def _speed(timed: list[Row], last: Row) -> str:
     return f"{text}; {mean} times plain decoding (95 %: {low} to {high})"
 
 
-def _median(rows: list[Row], name: str) -> float:
+def _median(rows: list[StepMetrics], name: str) -> float:
     return float(np.median([row[name] for row in rows]))
 
 

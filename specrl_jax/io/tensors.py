@@ -53,7 +53,7 @@ class ShardIndex(Checked):
 
 
 class _Place(NamedTuple):
-    """Where a tensor stands."""
+    """File and name of a tensor."""
 
     path: str
     name: str  # there

@@ -73,16 +73,16 @@ def has_begun(path: str) -> bool:
     return any(row["step"] for row in read_metrics(path))
 
 
-class Record(Checked):
+class WorkdirRecord(Checked):
     """The config.json of a workdir."""
 
     config: dict[str, object]
 
 
-def _recorded(path: str) -> Record:
+def _recorded(path: str) -> WorkdirRecord:
     """Read the config.json of a workdir. Raises InputError where it is not one of ours."""
     file, prefix = os.path.join(path, "config.json"), f"--workdir {path}: choose another folder: "
-    return check(Record, read_json(file, prefix=prefix), prefix + file)
+    return check(WorkdirRecord, read_json(file, prefix=prefix), prefix + file)
 
 
 def _hold(path: str) -> None:

@@ -51,7 +51,7 @@ class LearnerBatch(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How rollouts are packed into rows. The same rollouts get the same rows in every process."""
+    """Sizes by which rollouts are packed into rows. The same rollouts get the same rows in every process."""
 
     limit: int  # tokens of the longest rollout that there may be
     parts: int = 1  # minibatches, each as many as the draft's updates from it

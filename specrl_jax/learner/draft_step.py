@@ -69,7 +69,7 @@ class DraftDiagnostics:
 
     @property
     def finite(self) -> bool:
-        """Whether the draft's outputs are finite; of diagnostics on the host."""
+        """Return whether the draft's outputs are finite; of diagnostics on the host."""
         return bool(np.isfinite(self.acceptance).all())
 
 
@@ -87,7 +87,7 @@ ReadTables = Jitted[[Params, jax.Array | None], TargetTables]
 PredictStep = Jitted[[Params, TargetTables, Features, Rows], DraftDiagnostics]
 
 
-class _Sums(NamedTuple):
+class _DraftSums(NamedTuple):
     """Sums over the microbatches of an update."""
 
     gradient: Params
@@ -177,13 +177,13 @@ def make_draft_step(
 
     def gradient(
         state: TrainState, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
-    ) -> tuple[_Sums, None]:
+    ) -> tuple[_DraftSums, None]:
         found, (loss, diagnostics) = jax.grad(loss_sum, has_aux=True)(
             state.params, state, tables, counts=counts, features=features, rows=rows
         )
-        return _Sums(found, loss, diagnostics), None
+        return _DraftSums(found, loss, diagnostics), None
 
-    def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, DraftMetrics]:
+    def apply(state: TrainState, sums: _DraftSums) -> tuple[TrainState, DraftMetrics]:
         norm = optax.tree.norm(sums.gradient)
         healthy = jnp.isfinite(norm)
         metrics = DraftMetrics(
@@ -193,7 +193,7 @@ def make_draft_step(
         return dataclasses.replace(updated, step=state.step + 1), metrics
 
     state, alike = state_shardings(forward.draft.specs, optimizer, partition), partition.replicated
-    sums = _Sums(state.params, Mean(stand_in(alike), stand_in(alike)), cast(DraftDiagnostics, alike))
+    sums = _DraftSums(state.params, Mean(stand_in(alike), stand_in(alike)), cast(DraftDiagnostics, alike))
     return DraftStep(
         count=jax.jit(count, out_shardings=alike),
         update=Update(

@@ -41,13 +41,13 @@ class PolicyForward:
 
     @property
     def specs(self) -> Specs:
-        """Specs of the parameters that the forward runs on."""
+        """Return the specs of the parameters that the forward runs on."""
         specs = qwen3.param_specs(self.model)
         return attach(specs, adapter_specs(specs, self.lora), self.lora) if self.lora else specs
 
     @property
     def trained_specs(self) -> Specs:
-        """Specs of TrainState.params: all weights, or the adapters."""
+        """Return the specs of TrainState.params: all weights, or the adapters."""
         specs = qwen3.param_specs(self.model)
         return adapter_specs(specs, self.lora) if self.lora else specs
 
@@ -60,7 +60,7 @@ class PolicyForward:
     ) -> qwen3.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
         r = rows
-        inputs = qwen3.Inputs(
+        inputs = qwen3.ModelInputs(
             r.tokens, r.positions, r.segments, targets=r.targets, counted=r.mask, kept=r.kept, experts=r.experts
         )
         options = qwen3.Options(
@@ -115,7 +115,7 @@ FeatureStep = Jitted[[Params, Rows], Features]
 PolicyStep = Update[TrainState, StepOutputs, UpdateMetrics]
 
 
-class _Sums(NamedTuple):
+class _PolicySums(NamedTuple):
     """Sums over the microbatches of an update."""
 
     gradient: Params
@@ -186,11 +186,11 @@ def make_policy_step(
         outputs = StepOutputs(logprobs, _features(out) if forward.features else None)
         return terms.loss.total, (terms, jax.lax.stop_gradient(out.routing), outputs)
 
-    def gradient(state: TrainState, rows: Rows, inputs: LossInputs) -> tuple[_Sums, StepOutputs]:
+    def gradient(state: TrainState, rows: Rows, inputs: LossInputs) -> tuple[_PolicySums, StepOutputs]:
         found, (terms, routing, outputs) = jax.grad(loss_sum, has_aux=True)(state.params, state.frozen, rows, inputs)
-        return _Sums(found, terms, routing), outputs
+        return _PolicySums(found, terms, routing), outputs
 
-    def apply(state: TrainState, sums: _Sums) -> tuple[TrainState, UpdateMetrics]:
+    def apply(state: TrainState, sums: _PolicySums) -> tuple[TrainState, UpdateMetrics]:
         loss = sums.terms.loss
         mean = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), sums.gradient)
         norm = optax.tree.norm(mean)
@@ -201,7 +201,7 @@ def make_policy_step(
     frozen = qwen3.param_specs(forward.model) if forward.lora else None
     state = state_shardings(forward.trained_specs, optimizer, partition, frozen=frozen)
     alike = stand_in(partition.replicated)
-    sums = _Sums(state.params, cast(LossMetrics, alike), alike)
+    sums = _PolicySums(state.params, cast(LossMetrics, alike), alike)
     by_row = partition.sharding(("batch", "sequence"))
     return Update(
         gradient=jax.jit(gradient, in_shardings=(state, by_row, by_row), out_shardings=(sums, by_row)),

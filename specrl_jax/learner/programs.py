@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class Programs:
-    """What is told of each program of a learner.
+    """Announces each program that a learner compiles.
 
     Attributes:
       shapes: (rows, tokens) of the microbatches of the run, if it knows them.

@@ -26,7 +26,7 @@ class TrainState:
 
     @property
     def base(self) -> Params:
-        """The weights without adapters, which hold embedding and unembedding."""
+        """Return the weights without adapters, which hold embedding and unembedding."""
         return self.params if self.frozen is None else self.frozen
 
 

@@ -176,7 +176,9 @@ def _narrowed(w: Params, x: jax.Array) -> Params:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel) -> jax.Array:
+def by_kernel(
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.GroupedKernel
+) -> jax.Array:
     """Sum by a kernel, which reads each chosen expert where it lies. The gradient is that of `by_tiles`.
 
     So is the sum where the kernel does not take the arrays, as float32 and matrices in 4 bits. Of more than MOST_COPIES
@@ -227,13 +229,13 @@ def _sums_of_copies(y: jax.Array, share: jax.Array, chosen: jax.Array, tiles: Ti
 
 
 def _by_kernel_forward(
-    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.GroupedKernel
 ) -> tuple[jax.Array, Inputs]:
     return by_kernel(x, share, chosen, w, total, kernel), (x, share, chosen, w)
 
 
 def _by_kernel_backward(
-    total: int, kernel: op.Kernel, saved: Inputs, gradient: jax.Array
+    total: int, kernel: op.GroupedKernel, saved: Inputs, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, Params]:
     return _by_tiles_backward(total, AT_ONCE, saved, gradient)
 

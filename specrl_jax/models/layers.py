@@ -171,7 +171,7 @@ class Yarn:
 
     @property
     def reach(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the tokens of the longest sequence."""
         return int(self.factor * self.original)
 
     @property

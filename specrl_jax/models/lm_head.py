@@ -151,7 +151,7 @@ class TargetDistribution(NamedTuple):
         return ahead(x, by, self.anchors)
 
 
-class _Sums(NamedTuple):
+class _DraftTermSums(NamedTuple):
     cross_entropy: jax.Array  # [S, B, T]
     entropy: jax.Array  # [B, T]
     overlap: jax.Array  # [S, B, T]
@@ -163,7 +163,7 @@ class _Saved(NamedTuple):
 
     draft_normaliser: Normaliser  # [S, B, T], over the draft vocabulary
     target_normaliser: Normaliser  # [B, T], the same of the target
-    below: jax.Array  # [S, B, T], as in _Sums
+    below: jax.Array  # [S, B, T], as in _DraftTermSums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -186,7 +186,7 @@ def _draft_terms(
     parts = tiling.parts(table), tiling.parts(target.table)
     draft_normaliser, target_normaliser = _normalisers((*outputs, target.hidden), parts, tiling, support)
 
-    def body(carry: _Sums, tile: Tile, rows: jax.Array, target_rows: jax.Array) -> _Sums:
+    def body(carry: _DraftTermSums, tile: Tile, rows: jax.Array, target_rows: jax.Array) -> _DraftTermSums:
         logits = tiling.logits(target.hidden, target_rows, tile, support=support)
         p = jnp.exp(logits - target.normaliser[..., None, None])
         log_renormalised = target_normaliser.logprobs(logits)
@@ -201,10 +201,12 @@ def _draft_terms(
             terms = crossed, jnp.minimum(p_then, q), jnp.where(q <= p_then, q, 0.0)
             sums.append([term.sum(axis=(-2, -1)) for term in terms])
         crossed, overlap, below = (jnp.stack(x) for x in zip(*sums))
-        return _Sums(carry.cross_entropy + crossed, entropy, carry.overlap + overlap, below=carry.below + below)
+        return _DraftTermSums(
+            carry.cross_entropy + crossed, entropy, carry.overlap + overlap, below=carry.below + below
+        )
 
     zeros = jnp.zeros_like(draft_normaliser.peak)
-    sums = tiling.fold(body, _Sums(zeros, jnp.zeros_like(target_normaliser.peak), zeros, below=zeros), *parts)
+    sums = tiling.fold(body, _DraftTermSums(zeros, jnp.zeros_like(target_normaliser.peak), zeros, below=zeros), *parts)
     entropy = jnp.stack([target.ahead(sums.entropy, 1 + i) for i in range(steps)])
     terms = DraftTerms(sums.cross_entropy, entropy, sums.overlap)
     return terms, _Saved(draft_normaliser, target_normaliser, sums.below)

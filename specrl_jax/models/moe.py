@@ -42,7 +42,7 @@ class Routes(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a mixture tells of its routing."""
+    """Routing statistics of a mixture."""
 
     copies: jax.Array  # [E] float32, copies of tokens that each expert got
     chosen: jax.Array  # [B, T, k] int32, as `Routes.chosen`

@@ -63,7 +63,7 @@ class Support(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How to loop over the vocabulary. Hashable: static under jit."""
+    """Options of a loop over the vocabulary. Hashable: static under jit."""
 
     entries: int  # vocabulary entries in a tile, over all devices; 0: all at once
     temperature: float  # of every softmax; 0 (greedy) counts as 1, in rollouts and in the learner

@@ -1,4 +1,4 @@
-"""What the training process and a reward worker tell each other: JSON in frames, over a pair of sockets.
+"""Messages between the training process and a reward worker: JSON in frames, over a pair of sockets.
 
 A worker runs code that may do anything, so what it says is bounded in size and in time, and checked field by field.
 """
@@ -34,14 +34,14 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Context(NamedTuple):
-    """What a reward may ask for beside response and answer."""
+    """Further inputs of a reward, beside response and answer."""
 
     prompt: str = ""  # the text that the policy read; of a conversation, what it began with
     row: Mapping[str, object] = {}  # the data row's other columns, JSON
     tokens: Sequence[int] = ()  # ids of the response; of a conversation, of its last turn
 
 
-class Row(NamedTuple):
+class RewardInput(NamedTuple):
     response: str
     answer: str
     context: Context = Context()

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from specrl_jax.rewards.code.reward import CodeOptions
-from specrl_jax.rewards.messages import NotScored, Outcome, Row
+from specrl_jax.rewards.messages import NotScored, Outcome, RewardInput
 from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
 
 MAX_ROWS = 32  # that a worker gets at once
@@ -66,7 +66,7 @@ class Workers:
             self.close()
             return f"loading {', '.join(self.names)}: the worker {said}"
 
-    def score(self, rows: Sequence[Row], while_waiting: Callable[[], None] = lambda: None) -> list[Outcome]:
+    def score(self, rows: Sequence[RewardInput], while_waiting: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the outcomes in order. Raises NotScored if workers die before they score, RuntimeError on `close`.
 
         What `while_waiting`, called every second, raises ends the call and the workers.
@@ -145,7 +145,7 @@ class Workers:
 class _Batch:
     """The answers of one call: those that wait, and what came out."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[RewardInput]) -> None:
         self.rows = rows
         self.lost: Counter[int] = Counter()  # workers that ended while they scored an answer
         self._waiting = deque(range(len(rows)))

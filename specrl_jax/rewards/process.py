@@ -12,8 +12,18 @@ from collections.abc import Iterator, Sequence
 from specrl_jax.rewards import guard
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.function import ASKABLE
-from specrl_jax.rewards.messages import FULL, MAX_DETAIL, MAX_REPLY, MORE, Outcome, Row, parse_outcome, receive, send
-from specrl_jax.rewards.worker import Hello
+from specrl_jax.rewards.messages import (
+    FULL,
+    MAX_DETAIL,
+    MAX_REPLY,
+    MORE,
+    Outcome,
+    RewardInput,
+    parse_outcome,
+    receive,
+    send,
+)
+from specrl_jax.rewards.worker import RewardWorkerHello
 
 START_SECONDS = 120.0  # limit for a worker to start and import
 CHUNK_SECONDS = 1.0  # a worker begins no further answer of a chunk after them
@@ -38,7 +48,7 @@ class WorkerProcess:
 
     def __init__(self, names: Sequence[str], memory: int, code: CodeOptions | None = None) -> None:
         self._count = len(names)
-        self._hello: Hello | None = None
+        self._hello: RewardWorkerHello | None = None
         self._number = 0  # of the last message
         self._channel, theirs = socket.socketpair()
         with theirs:
@@ -59,7 +69,7 @@ class WorkerProcess:
                 process_group=0,  # Ctrl-C is for the parent alone
             )
 
-    def hello(self) -> Hello:
+    def hello(self) -> RewardWorkerHello:
         """Return what the worker said first; wait for it. Raises Lost."""
         if self._hello is None:
             try:
@@ -80,7 +90,7 @@ class WorkerProcess:
         except TimeoutError:
             raise Lost(f"does not answer for {seconds:g} s") from None
 
-    def score(self, rows: Sequence[Row], seconds: float) -> Iterator[tuple[Outcome, bool]]:
+    def score(self, rows: Sequence[RewardInput], seconds: float) -> Iterator[tuple[Outcome, bool]]:
         """Yield (outcome, whether the worker must be replaced) of the first rows, at least one.
 
         Raises Lost, or TimeoutError where one row takes more than `seconds`.
@@ -147,8 +157,8 @@ class WorkerProcess:
             raise Lost(NONSENSE) from None
 
 
-def _parse_hello(message: object) -> Hello:
+def _parse_hello(message: object) -> RewardWorkerHello:
     match message:
         case [str(problem), list(asks)] if len(problem) <= MAX_DETAIL and all(name in ASKABLE for name in asks):
-            return Hello(problem, asks)
+            return RewardWorkerHello(problem, asks)
     raise Lost(NONSENSE)

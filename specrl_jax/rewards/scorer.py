@@ -13,7 +13,7 @@ from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.environments.session import BUILT_IN as ENVIRONMENTS
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.function import file_of
-from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
+from specrl_jax.rewards.messages import Context, NotScored, Outcome, RewardInput
 from specrl_jax.rewards.pool import Workers, cores
 from specrl_jax.rewards.sandbox.limits import GIB
 from specrl_jax.rewards.worker import CODE, NAMES
@@ -30,7 +30,7 @@ class OwnAnswer(NamedTuple):
 
     where: str  # file:line
     reward: str  # the built-in reward that must pay 1 for it
-    row: Row
+    row: RewardInput
 
 
 class Scores(NamedTuple):
@@ -123,7 +123,7 @@ class Scorer:
         if self.environment:
             self.environment.start()
 
-    def try_rows(self, rows: Sequence[Row]) -> None:
+    def try_rows(self, rows: Sequence[RewardInput]) -> None:
         """Call the user's rewards once with each row: they must score it. Built-in ones are known to.
 
         Raises InputError with what the first one that fails said.
@@ -167,7 +167,7 @@ class Scorer:
           while_waiting: called every second; what it raises ends the call and the workers.
         """
         contexts = [Context()] * len(responses) if contexts is None else contexts
-        rows = [Row(*row) for row in zip(responses, answers, contexts, strict=True)]
+        rows = [RewardInput(*row) for row in zip(responses, answers, contexts, strict=True)]
         # Without a reward the environment alone says what its conversations are worth.
         outcomes = self._workers.score(rows, while_waiting) if self.names else [Outcome((), False)] * len(rows)
         outcomes = _with_few_parts(outcomes)

@@ -24,7 +24,7 @@ from specrl_jax.rewards.messages import (
     MORE,
     Context,
     Outcome,
-    Row,
+    RewardInput,
     receive,
     send,
 )
@@ -51,15 +51,15 @@ CODE = "code"  # needs a sandbox, so it is made in `initialise`
 NAMES = (*BUILT_IN, CODE)
 
 
-class Worker(NamedTuple):
+class RewardWorker(NamedTuple):
     functions: dict[str, Function]  # by the reward's name
     extract: Callable[[str], str | None] | None
     memory: int  # bytes allowed beyond `base`
     base: int  # bytes of address space after all imports
 
 
-class Hello(NamedTuple):
-    """What a worker says first."""
+class RewardWorkerHello(NamedTuple):
+    """A reward worker's first message."""
 
     problem: str = ""  # why the rewards could not be loaded, in one line
     asks: Sequence[str] = ()  # fields of Context that they need
@@ -87,14 +87,14 @@ def serve(channel: socket.socket, names: Sequence[str], memory: int, *, code: ob
         end, state = time.monotonic() + seconds, MORE
         for response, answer, context in rows:
             if state == MORE:
-                outcome = score_row(worker, Row(response, answer, Context(**context)))
+                outcome = score_row(worker, RewardInput(response, answer, Context(**context)))
                 if os.getpid() != me:  # a fork that the reward made, and forgot
                     os._exit(0)
                 state = FULL if _is_full(worker) else ENOUGH if time.monotonic() >= end else MORE
                 send(channel, (number, outcome, state))
 
 
-def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[Worker, Hello]:
+def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[RewardWorker, RewardWorkerHello]:
     """Load the rewards; `code` has the options of the reward `code`, as JSON."""
     functions: dict[str, Function] = {}
     problem = ""
@@ -109,7 +109,7 @@ def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[
     asked = {field for function in functions.values() for field in function.asks}
     asked |= {"prompt"} if any(name in NAMES for name in names) else set()  # which may have begun the thought
     asks = [field for field in Context._fields if field in asked]
-    return Worker(functions, extract, memory, base=address_space()), Hello(problem, asks)
+    return RewardWorker(functions, extract, memory, base=address_space()), RewardWorkerHello(problem, asks)
 
 
 def _load(name: str, code: object) -> Function:
@@ -120,7 +120,7 @@ def _load(name: str, code: object) -> Function:
     return Function(BUILT_IN[name].reward) if name in BUILT_IN else load(name)
 
 
-def score_row(worker: Worker, row: Row) -> Outcome:
+def score_row(worker: RewardWorker, row: RewardInput) -> Outcome:
     """Compute all rewards of one answer within the memory limit; any exception becomes its failure.
 
     Built-in rewards read the thought that the prompt has begun as a part of the response.
@@ -159,7 +159,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:200].encode(errors="replace").decode()
 
 
-def _is_full(worker: Worker) -> bool:
+def _is_full(worker: RewardWorker) -> bool:
     return address_space() - worker.base > worker.memory / 2
 
 

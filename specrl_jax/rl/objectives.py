@@ -165,9 +165,9 @@ def grpo_loss(
 def _clip(
     log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array, o: Objective
 ) -> tuple[jax.Array, jax.Array]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's surrogate (DeepSeekMath, arXiv 2402.03300, eq. 3) with
-    the two bounds of DAPO (arXiv 2503.14476, eq. 8). Where A < 0 that has no lower bound, and is at least clip_dual A:
-    dual clipping (Ye et al., arXiv 1912.09729, eq. 3; verl's clip_ratio_c)."""
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's surrogate (DeepSeekMath, arXiv 2402.03300, eq. 3)
+    with the two bounds of DAPO (arXiv 2503.14476, eq. 8). Where A < 0 that has no lower bound, and is at least
+    clip_dual A: dual clipping (Ye et al., arXiv 1912.09729, eq. 3; verl's clip_ratio_c)."""
     ratio = probability_ratio(log_ratio)
     clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
     surrogate, is_clipped = (
@@ -184,7 +184,7 @@ def _clip(
 def _cispo(
     log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array, o: Objective
 ) -> tuple[jax.Array, jax.Array]:
-    """-stop_gradient(clip(r)) A log pi: clipped tokens keep a gradient (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
+    """Return -stop_gradient(clip(r)) A log pi: clipped tokens keep a gradient (CISPO, arXiv 2506.13585, eq. 4, 5)."""
     ratio = jax.lax.stop_gradient(probability_ratio(log_ratio))
     clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
     return -clipped * advantages * logprobs, clipped != ratio

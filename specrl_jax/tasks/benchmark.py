@@ -17,7 +17,7 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.build import Learner, RolloutEngines
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.plan import draft_lengths
@@ -48,7 +48,7 @@ def compiled_lengths(config: Config) -> tuple[int, ...]:
 
 
 def benchmark(
-    learner: Learner, rollout: Rollout, problems: Problems, *, workdir: str, stop: threading.Event
+    learner: Learner, rollout: RolloutEngines, problems: Problems, *, workdir: str, stop: threading.Event
 ) -> list[dict[str, float]]:
     """Time every side on the same training prompts, in random order, for benchmark.rounds rounds of a step's rollouts.
 
@@ -86,7 +86,7 @@ def benchmark(
     return rows
 
 
-def make_sides(rollout: Rollout) -> Sides:
+def make_sides(rollout: RolloutEngines) -> Sides:
     """Return every engine that is compared, with its draft lengths."""
     config, engine = rollout.plan.config, rollout.engine
     sides: Sides = {PLAIN: (rollout.plain_engine, None)}

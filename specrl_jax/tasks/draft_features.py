@@ -15,7 +15,7 @@ import pydantic
 from specrl_jax.config import Config, DataConfig
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
-from specrl_jax.data.files import Row, read_rows
+from specrl_jax.data.files import DataRow, read_rows
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, encode_row, holds_special, parse_problem, split_paths
 from specrl_jax.data.rows import Rows, packed, packed_rows, rows_of
@@ -32,7 +32,7 @@ from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike
 from specrl_jax.learner.microbatches import split
 from specrl_jax.learner.policy_step import Features
-from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.build import Learner, RolloutEngines
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.replay import divisible
 
@@ -81,7 +81,7 @@ def _digests(config: Config) -> list[str]:
 
 def fill_store(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutEngines,
     problems: Problems,
     *,
     params: Params,
@@ -138,7 +138,7 @@ def _read(learner: Learner, params: Params, rows: Rows) -> tuple[np.ndarray, np.
 
 
 def _responses(
-    rollout: Rollout, problems: Problems, weights: Weights, display: Display
+    rollout: RolloutEngines, problems: Problems, weights: Weights, display: Display
 ) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the policy's own responses to the training prompts, by plain decoding; each is called or not.
 
@@ -160,13 +160,13 @@ def _responses(
 
 
 class RecordedTokens(Checked):
-    """What a row of rollouts says of its response beside the text."""
+    """The response of a row of rollouts as tokens."""
 
     tokens: list[Annotated[int, pydantic.Field(ge=0)]]
     environment: list[bool] | None = None  # of each token, whether an environment wrote it; None = none of them
 
 
-class Text(NamedTuple):
+class TokenizedAnswer(NamedTuple):
     """A text of pretrain.answers as tokens."""
 
     prompt: list[int]
@@ -174,10 +174,10 @@ class Text(NamedTuple):
     environment: list[bool]  # of the response
 
 
-def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
+def _answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the file pretrain.answers, in its order and then from its start again."""
     config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
-    texts, special = list[Text](), 0
+    texts, special = list[TokenizedAnswer](), 0
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
         if row.content.get("tokens") is not None:
             text = _recorded_text(row, config.data.prompt_key, tokenizer, rollout.plan.model.vocab)
@@ -197,7 +197,7 @@ def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
         yield functools.partial(_padded, wave, rollout.plan.sequence_tokens, tokenizer.pad_id)
 
 
-def _text(row: Row, data: DataConfig, tokenizer: Tokenizer) -> tuple[Text, bool]:
+def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[TokenizedAnswer, bool]:
     """Return the text of a row without tokens, ended, and whether its response holds the text of a special token."""
     # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
     # responses.
@@ -206,10 +206,10 @@ def _text(row: Row, data: DataConfig, tokenizer: Tokenizer) -> tuple[Text, bool]
     problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer=tokenizer)
     special = holds_special(row.where, problem.answer, tokenizer, special_tokens=data.special_tokens)
     prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
-    return Text(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
+    return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
 
-def _recorded_text(row: Row, prompt_key: str, tokenizer: Tokenizer, vocab: int) -> Text:
+def _recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, vocab: int) -> TokenizedAnswer:
     """Return the tokens of a row of rollouts, as they were: one that was cut has no end-of-text.
 
     Raises InputError for tokens that are not those of the row's response.
@@ -227,10 +227,10 @@ def _recorded_text(row: Row, prompt_key: str, tokenizer: Tokenizer, vocab: int) 
     if row.content.get(RESPONSE) not in (tokenizer.decode(tokens), tokenizer.decode(tokens[:-1])):
         raise InputError(f"{row.where}: 'tokens' are not those of '{RESPONSE}'; take them out where the text is new")
     read = encode_row(row.where, read_recorded(prompt, row.content, row.where), tokenizer)
-    return Text(read, tokens, written)
+    return TokenizedAnswer(read, tokens, written)
 
 
-def _padded(texts: Sequence[Text], length: int, pad_id: int) -> Texts:
+def _padded(texts: Sequence[TokenizedAnswer], length: int, pad_id: int) -> Texts:
     """Return texts as arrays of `length` tokens."""
     prompt_length = np.array([len(text.prompt) for text in texts], np.int32)
     response_length = np.array([len(text.response) for text in texts], np.int32)

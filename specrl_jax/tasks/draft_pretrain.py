@@ -17,7 +17,7 @@ from specrl_jax.core import Params
 from specrl_jax.data.features import FeatureStore
 from specrl_jax.data.rows import Rows
 from specrl_jax.errors import InputError
-from specrl_jax.io.metrics import Row
+from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
@@ -26,7 +26,7 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Learner, Rollout, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, prepare
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import speculation_metrics
@@ -58,8 +58,14 @@ def run(config: Config, workdir: str) -> None:
 
 
 def draft_pretrain(
-    learner: Learner, rollout: Rollout, problems: Problems, *, state: RunState, workdir: str, stop: threading.Event
-) -> list[Row]:
+    learner: Learner,
+    rollout: RolloutEngines,
+    problems: Problems,
+    *,
+    state: RunState,
+    workdir: str,
+    stop: threading.Event,
+) -> list[StepMetrics]:
     """Train the draft of `state` for at most `steps` updates on the features of `pretrain.rollouts` texts.
 
     Write it to `pretrain.output`.
@@ -115,19 +121,21 @@ def choose_vocabulary(plan: Plan, state: RunState, store: FeatureStore) -> RunSt
 
 def train_draft(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutEngines,
     problems: Problems,
     *,
     state: RunState,
     data: Iterator[list[tuple[Features, Rows]]],
     display: Display,
-) -> tuple[list[Row], Params, dict[str, float]]:
+) -> tuple[list[StepMetrics], Params, dict[str, float]]:
     """Return (log, the weights with the best acceptance, seconds). `state.draft` is not donated."""
     config = learner.plan.config
     assert learner.draft_step is not None
     tables = learner.read_tables(state.policy.params, state.vocab_map)
     draft = jax.tree.map(jnp.copy, state.draft)
-    log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state=state, display=display)]
+    log: list[StepMetrics] = [
+        {"step": 0} | held_out_acceptance(learner, rollout, problems, state=state, display=display)
+    ]
     best, worse = jax.device_get(draft.params), 0
     # Never select a random initialisation.
     best_length = log[0][LENGTH] if config.draft.path else 0.0
@@ -160,8 +168,8 @@ def train_draft(
 
 
 def held_out_acceptance(
-    learner: Learner, rollout: Rollout, problems: Problems, *, state: RunState, display: Display
-) -> Row:
+    learner: Learner, rollout: RolloutEngines, problems: Problems, *, state: RunState, display: Display
+) -> StepMetrics:
     """Return spec/* of one response to each validation problem, at the full draft length."""
     weights, _ = prepare(learner, rollout, state)
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems.evaluation]
@@ -171,18 +179,18 @@ def held_out_acceptance(
 
 def cost_metrics(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutEngines,
     problems: Problems,
     *,
     state: RunState,
     seconds: dict[str, float],
     display: Display,
-) -> Row:
+) -> StepMetrics:
     """Return the draft's cost in seconds, its saving per RL step of rollouts, and the step where the two are equal.
 
     Only the cost where draft.compare_rounds is 0 or a signal ends the comparison.
     """
-    row: Row = {f"seconds/{name}": value for name, value in seconds.items()}
+    row: StepMetrics = {f"seconds/{name}": value for name, value in seconds.items()}
     rounds = learner.plan.config.draft.compare_rounds
     if not rounds:
         return row

@@ -16,7 +16,7 @@ from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.build import Learner, RolloutEngines
 from specrl_jax.training.evaluate import evaluate
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
@@ -35,7 +35,13 @@ def run(config: Config, workdir: str) -> None:
 
 
 def evaluate_policy(
-    learner: Learner, rollout: Rollout, problems: Problems, *, scorer: Scorer, workdir: str, stop: threading.Event
+    learner: Learner,
+    rollout: RolloutEngines,
+    problems: Problems,
+    *,
+    scorer: Scorer,
+    workdir: str,
+    stop: threading.Event,
 ) -> None:
     """Score the initial policy on the validation sets, into evaluation.json and generations.jsonl.
 

@@ -28,7 +28,7 @@ from specrl_jax.io import rollout_html
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, Rollout, build
+from specrl_jax.training.build import Learner, RolloutEngines, build
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import response_texts, speculation_metrics
@@ -38,7 +38,7 @@ DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, 
 
 
 def run(config: Config, workdir: str) -> None:
-    """task=generate: answer generate.prompts, or the validation problems, into generations.jsonl."""
+    """Answer generate.prompts, or the validation problems, into generations.jsonl."""
     says = stopped_as("nothing of a generation is kept; the same command starts anew")
     with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
         prompts = [problem.prompt for problem in inputs.problems.evaluation]
@@ -180,7 +180,7 @@ def load_generator(
     return make_generator(*build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})))
 
 
-def make_generator(learner: Learner, rollout: Rollout) -> Generator:
+def make_generator(learner: Learner, rollout: RolloutEngines) -> Generator:
     """Return the generator of a config: its policy and draft as they are before any training."""
     engine = rollout.engine
     draft = learner.plan.config.draft

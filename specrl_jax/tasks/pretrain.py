@@ -30,7 +30,7 @@ from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.build import Learner, Rollout, build, make_scorer, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, build, make_scorer, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.problems import Problems, load_problems
@@ -51,7 +51,13 @@ def run(config: Config, workdir: str) -> None:
 
 
 def pretrain(
-    learner: Learner, rollout: Rollout, problems: Problems, *, scorer: Scorer, workdir: str, stop: threading.Event
+    learner: Learner,
+    rollout: RolloutEngines,
+    problems: Problems,
+    *,
+    scorer: Scorer,
+    workdir: str,
+    stop: threading.Event,
 ) -> list[dict[str, float]]:
     """Train from random weights, and write `pretrain.output` as a Hugging Face folder.
 

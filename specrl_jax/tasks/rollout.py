@@ -27,20 +27,20 @@ from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.agreement import worker_facts
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Rollout, make_rollout
+from specrl_jax.training.build import RolloutEngines, make_rollout
 from specrl_jax.training.choices import recorded_values, resumed
+from specrl_jax.training.inference_engine import weights_shardings
 from specrl_jax.training.plan import make_plan
-from specrl_jax.training.rollouts import weights_shardings
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
     CHOOSES_ALARMED,
     ENDED,
     ENOUGH,
-    Answer,
     Ask,
-    Hello,
+    RolloutWorkerHello,
     Welcome,
+    WorkerAnswer,
     open_connection,
     own_address,
     pack_texts,
@@ -68,14 +68,14 @@ def work_for_learners(config: Config, workdir: str, stop: threading.Event) -> No
     """Work for one learner after the other, each the one before started again, until one has ended its run."""
     # Now: a source that changes later is not what this process runs.
     known = worker_facts(dataclasses.asdict(config), workdir)
-    worker: Worker | None = None
+    worker: RolloutWorker | None = None
     while True:
         with connect(workdir, stop) as connection:
             try:
                 introduce(connection, known, workdir)
             except (EOFError, OSError):
                 continue
-            worker = worker or Worker(make_worker_rollout(config, workdir), stop)
+            worker = worker or RolloutWorker(make_worker_rollout(config, workdir), stop)
             try:
                 worker.work(connection)
             except (EOFError, OSError):
@@ -103,13 +103,13 @@ def connect(workdir: str, stop: threading.Event) -> Connection:
 def introduce(connection: Connection, known: Mapping[str, object], workdir: str) -> None:
     """Say who this is. Raise InputError where the learner refuses."""
     name = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(2)}"
-    send(connection, Hello(json.dumps(known), name, jax.local_device_count()))
+    send(connection, RolloutWorkerHello(json.dumps(known), name, jax.local_device_count()))
     welcome = receive(connection, Welcome)
     if welcome.refused:
         raise InputError(f"the learner of {workdir} refuses this worker: {welcome.refused}")
 
 
-def make_worker_rollout(config: Config, workdir: str) -> Rollout:
+def make_worker_rollout(config: Config, workdir: str) -> RolloutEngines:
     """Build the engines on all devices of this process, in the sizes that the learner has chosen."""
     config = resumed(dataclasses.replace(config, task="train"), recorded_values(workdir))
     if left_open(config):
@@ -126,10 +126,10 @@ def is_heard(connection: Connection) -> bool:
         return True
 
 
-class Worker:
+class RolloutWorker:
     """Holds weights, engines and their controllers over all connections."""
 
-    def __init__(self, rollout: Rollout, stop: threading.Event) -> None:
+    def __init__(self, rollout: RolloutEngines, stop: threading.Event) -> None:
         plan, quantize = rollout.plan, rollout.config.quantize
         partition, derived = plan.rollout_partition, plan.draft_method.derived
         self._rollout, self._stop = rollout, raise_once_set(stop)
@@ -160,7 +160,9 @@ class Worker:
             if ask.engine != ENOUGH:  # all were finished before the learner knew
                 send(connection, self._answer(ask, connect, lambda: is_heard(connection)))
 
-    def _answer(self, ask: Ask, connect: Callable[[str], "TransferConnection"], until: Callable[[], bool]) -> Answer:
+    def _answer(
+        self, ask: Ask, connect: Callable[[str], "TransferConnection"], until: Callable[[], bool]
+    ) -> WorkerAnswer:
         """
         Args:
           until: says that what has begun is enough.
@@ -173,20 +175,20 @@ class Worker:
         try:
             return self._generated(ask, until)._replace(weights_seconds=seconds)
         except InputError as error:  # to any worker it would be one
-            return Answer(None, 0.0, str(error))
+            return WorkerAnswer(None, 0.0, str(error))
         except OSError as error:  # not of the connection, which is only looked at meanwhile
             raise RunFailed(f"{error.filename or 'rollouts'}: {error.strerror or error}") from error
 
-    def _generated(self, ask: Ask, until: Callable[[], bool]) -> Answer:
+    def _generated(self, ask: Ask, until: Callable[[], bool]) -> WorkerAnswer:
         assert self._weights is not None  # the first ask has some
         engine, later = getattr(self._rollout, ask.engine), ask.later
         if not ask.prompts and not later.prompts:
             engine.compile_all(self._weights, lambda program, seconds: self._stop(0, 0))
-            return Answer(None, 0.0, "")
+            return WorkerAnswer(None, 0.0, "")
         earlier = unpack_texts(ask.earlier)
         lookahead = Lookahead(later.prompts, later.ids, earlier)
         if not ask.prompts:
-            return self._begun(ask, engine, lookahead, until)
+            return self._begin(ask, engine, lookahead, until)
         how: Continuation[Weights] = Continuation(ask.version, dict(earlier), lookahead if later.prompts else None)
         rollouts = engine.generate(
             self._weights,
@@ -199,9 +201,9 @@ class Worker:
             responses=ask.responses or None,
             continuation=how,
         )
-        return Answer(rollouts, 0.0, "", texts=pack_texts(lookahead.texts, later.ids))
+        return WorkerAnswer(rollouts, 0.0, "", texts=pack_texts(lookahead.texts, later.ids))
 
-    def _begun(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> Answer:
+    def _begin(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> WorkerAnswer:
         """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
 
         def enough() -> bool:
@@ -211,7 +213,7 @@ class Worker:
         finished = engine.begin(
             self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=self._lengths(ask)
         )
-        return Answer(None, 0.0, "", texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
+        return WorkerAnswer(None, 0.0, "", texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
 
     def _lengths(self, ask: Ask) -> DraftLengthPolicy:
         """Return the length that the learner says, or this process's controller of the engine."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from specrl_jax.config import Config
 from specrl_jax.distributed import is_first_process, refused_together
-from specrl_jax.io.metrics import Row, read_metrics
+from specrl_jax.io.metrics import StepMetrics, read_metrics
 from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
@@ -35,7 +35,7 @@ def run(config: Config, workdir: str, changed_files: bool = False) -> None:
 
 def train(
     config: Config, workdir: str, stop: threading.Event | None = None, *, changed_files: bool = False
-) -> Iterator[Row]:
+) -> Iterator[StepMetrics]:
     """Train, or resume the run in `workdir`; yield the metrics of each step (docs/metrics.md).
 
     Row 0 is the evaluation before training. The workdir gets the same files as those of the command.

@@ -53,12 +53,19 @@ from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
 from specrl_jax.process_groups import Agreement
 from specrl_jax.rewards.code.reward import CodeOptions
-from specrl_jax.rewards.messages import Row
+from specrl_jax.rewards.messages import RewardInput
 from specrl_jax.rewards.sandbox.choose import choose
 from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
 from specrl_jax.rl.objectives import Objective
+from specrl_jax.training.inference_engine import (
+    InferenceConfig,
+    PrepareStep,
+    find_stop_texts,
+    make_prepare,
+    make_rollout_engine,
+)
 from specrl_jax.training.plan import (
     Plan,
     draft_lengths,
@@ -66,13 +73,6 @@ from specrl_jax.training.plan import (
     make_plan,
     open_mesh,
     training_sampling,
-)
-from specrl_jax.training.rollouts import (
-    InferenceConfig,
-    PrepareStep,
-    find_stop_texts,
-    make_prepare,
-    make_rollout_engine,
 )
 
 # Seconds that a layer of a program takes to compile, two programs side by side: 0.2 to 0.7 on AMD EPYCs of three kinds;
@@ -105,7 +105,7 @@ class Learner:
 
     @property
     def tells_drawn(self) -> bool:
-        """Whether rows say which tokens the policy drew itself: the draft's loss weighs them."""
+        """Return whether rows say which tokens the policy drew itself: the draft's loss weighs them."""
         return self.draft_forward is not None and self.draft_forward.positions != "all"
 
     def merged(self, policy: TrainState) -> Params:
@@ -120,7 +120,7 @@ class Learner:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollout:
+class RolloutEngines:
     """The engines of a run, one per sampling setting, and the map from the learner's weights to theirs."""
 
     plan: Plan
@@ -150,7 +150,9 @@ class Rollout:
             engine.compiled.on_begin = functools.partial(begun, name)
 
 
-def build(config: Config, mesh: Mesh | None = None, lengths: tuple[int, ...] | None = None) -> tuple[Learner, Rollout]:
+def build(
+    config: Config, mesh: Mesh | None = None, lengths: tuple[int, ...] | None = None
+) -> tuple[Learner, RolloutEngines]:
     """Plan a run and build both halves; `mesh`: the learner's, None: that of the config; `lengths`: see make_rollout.
 
     Raises InputError.
@@ -199,7 +201,9 @@ def make_learner(plan: Plan) -> Learner:
     )
 
 
-def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None) -> Rollout:
+def make_rollout(
+    plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None
+) -> RolloutEngines:
     """Build the engines.
 
     Args:
@@ -259,7 +263,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     )
     # Rollout workers fetch their weights in the parts in which the learner's devices have them.
     made_for = plan.learner_partition if config.pipeline.workers and config.task == "train" else partition
-    return Rollout(
+    return RolloutEngines(
         plan=plan,
         config=inference,
         tokenizer=tokenizer,
@@ -294,7 +298,7 @@ def find_tokenizer(config: Config, policy_vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weights, WeightsVersion]:
+def prepare(learner: Learner, rollout: RolloutEngines, state: RunState) -> tuple[Weights, WeightsVersion]:
     """Compute the engines' weights from the learner's state, wait until they are ready, and return their version."""
     draft = state.draft.params if state.draft else None
     weights = rollout.prepare_step(learner.merged(state.policy), draft, state.vocab_map)
@@ -307,7 +311,7 @@ def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weight
     return weights, version
 
 
-def make_scorer(config: Config, first: Sequence[Row], own: Sequence[OwnAnswer] = ()) -> Scorer:
+def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnAnswer] = ()) -> Scorer:
     """Return the scorer of reward.* and environment.*; its processes start when it does.
 
     Raises InputError for a reward or environment that cannot be loaded, or a reward that cannot score one of the rows

@@ -1,4 +1,4 @@
-"""How many pages of keys and values a device keeps: what rollout.cache_gb allows, or a share of its memory."""
+"""Count the pages of keys and values that a device holds: as rollout.cache_gb allows, or a share of its memory."""
 
 import dataclasses
 import math

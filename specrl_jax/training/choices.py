@@ -48,8 +48,8 @@ UNIT = 64  # tokens; longest responses are multiples of it
 DRAFT_VOCAB = 32_000
 
 
-class Measured(NamedTuple):
-    """What the data says."""
+class DataSizes(NamedTuple):
+    """Sizes measured of the data."""
 
     prompts: int
     longest_prompt: int  # tokens
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Where a run takes place."""
+    """Devices of a run, and their memory."""
 
     mesh: Mesh  # of the learner
     memory: float  # bytes of a device, of the smallest of all processes
@@ -178,13 +178,13 @@ def _schemas(config: Config, detects: bool) -> Config:
     return config if d.path or d.schema != AUTO else with_values(config, {"data.schema": ""})
 
 
-def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer) -> Measured:
+def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer) -> DataSizes:
     """Measure prompts and worked solutions."""
     prompts, worked = ([len(tokenizer.encode(text)) for text in some] for some in (texts, filter(None, solutions)))
-    return Measured(len(prompts), max(prompts, default=0), len(worked), longest_solution=max(worked, default=0))
+    return DataSizes(len(prompts), max(prompts, default=0), len(worked), longest_solution=max(worked, default=0))
 
 
-def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measured: Measured) -> Config:
+def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measured: DataSizes) -> Config:
     """Choose lengths, draft, tokens of a pass and sequences decoded at once. Raises InputError where no length fits."""
     steps = {
         "rollout.max_prompt_tokens": _prompt_length,
@@ -203,11 +203,11 @@ def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measur
 Chosen = tuple[object, str]  # (value, reason)
 
 
-def _prompt_length(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+def _prompt_length(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
     return measured.longest_prompt, f"tokens of the longest of {measured.prompts:,} prompts"
 
 
-def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
     if config.task not in ("train", "draft_pretrain"):
         return "suffix", f"a new head would have learned nothing when task={config.task} drafts with it"
     head: dict[str, object] = {"draft.kind": "eagle3", "draft.vocab_size": max(0, config.draft.vocab_size)}
@@ -221,7 +221,7 @@ def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: 
     return "eagle3", f"a new head on layers {', '.join(map(str, layers.aux_layers))} of {model.layers}"
 
 
-def _draft_vocabulary(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+def _draft_vocabulary(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
     if config.draft.kind != "eagle3":
         return 0, f"draft.kind={config.draft.kind} has the policy's vocabulary"
     if config.draft.path or model.vocab < 2 * DRAFT_VOCAB:
@@ -229,7 +229,7 @@ def _draft_vocabulary(config: Config, model: Qwen3Config, machine: Machine, meas
     return DRAFT_VOCAB, f"the most frequent of the policy's {model.vocab:,} ids"
 
 
-def _response_length(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+def _response_length(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
     most = model.longest - config.rollout.max_prompt_tokens
     if most < 1:
         raise InputError(
@@ -254,7 +254,7 @@ def _fitting(config: Config, model: Qwen3Config, machine: Machine, length: int) 
     return _free_slots(with_values(config, values), model, machine)
 
 
-def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
     g, shards, longest = config.grpo, partitioner(machine.mesh, LEARNER).num_shards("batch"), _longest(config)
     rows = g.prompts_per_step * g.group_size // g.minibatches
     if config.task == "draft_pretrain":
@@ -274,7 +274,7 @@ def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, mea
     return best, f"tokens of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
 
 
-def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
     rollouts = config.grpo.prompts_per_step * config.grpo.group_size
     fitting = _free_slots(config, model, machine)
     unit = _rollout_shards(config, machine)

@@ -15,9 +15,9 @@ from specrl_jax.data.special import literal_spans
 from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.decoding.turns import Answer, Turn
+from specrl_jax.decoding.turns import Turn, TurnAnswer
 from specrl_jax.errors import InputError
-from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, Reply
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
 from specrl_jax.rewards.messages import Context, Outcome
 from specrl_jax.rewards.scorer import Scorer, Scores
 
@@ -37,7 +37,7 @@ class _Log:
 
     @property
     def failed(self) -> Outcome | None:
-        """The outcome of the step that failed."""
+        """Return the outcome of the step that failed."""
         return self.outcomes[-1] if self.outcomes and self.outcomes[-1].failure else None
 
 
@@ -76,11 +76,11 @@ class Conversations:
             for _ in range(samples)
         ]
         self._requests = {log.conversation.session: request for request, log in enumerate(self._logs)}
-        self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
 
     @property
     def turn_tokens(self) -> int:
-        """Most tokens of a turn."""
+        """Return the most tokens of a turn."""
         return self._config.turn_tokens or 2**30
 
     def ask(self, turn: Turn) -> None:
@@ -90,30 +90,30 @@ class Conversations:
         text = self._tokenizer.decode(log.tokens)
         log.cut, log.eos = not turn.ended, turn.eos
         if log.never_began:
-            self._replies.put(Reply(log.conversation.session, log.never_began, 0.0))
+            self._replies.put(TurnResult(log.conversation.session, log.never_began, 0.0))
         else:
             self._workers.submit(log.conversation, text, list(log.turns), replies=self._replies)
         log.turns.append(text)
 
-    def answers(self, seconds: float) -> list[Answer]:
+    def answers(self, seconds: float) -> list[TurnAnswer]:
         """Return what environments said since the last call; wait up to `seconds` for the first."""
         return [self._answer(reply) for reply in received(self._replies, seconds)]
 
-    def _answer(self, reply: Reply) -> Answer:
+    def _answer(self, reply: TurnResult) -> TurnAnswer:
         request = self._requests[reply.session]
         log, outcome = self._logs[request], reply.outcome
         log.seconds += reply.seconds
         log.outcomes.append(outcome)
         if outcome.messages is None:
-            return Answer(request, None)
+            return TurnAnswer(request, None)
         cut = log.cut or len(log.turns) >= self._config.turns
         if not cut:
             try:
-                return Answer(request, self._format.tokens(outcome.messages, log.eos))
+                return TurnAnswer(request, self._format.tokens(outcome.messages, log.eos))
             except InputError as error:
                 log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
         self._workers.release(log.conversation)
-        return Answer(request, None, cut)
+        return TurnAnswer(request, None, cut)
 
     def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, *, waiting: Callable[[], None]) -> Scores:
         """Score rollouts `rows` of the call: what their environments gave, and the rewards of their last turns.
@@ -124,15 +124,17 @@ class Conversations:
         for log in logs:  # one whose last answer left no room is still open
             self._workers.release(log.conversation)
         alive = np.array([log.failed is None for log in logs])
-        own = np.array([sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs])
+        environment_rewards = np.array(
+            [sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs]
+        )
         final = self._final_scores(logs, rollouts, np.flatnonzero(alive), scorer, waiting)
         # Without a reward the number that environments gave says what they do not say themselves.
-        said = final.correct if scorer.names else own >= scorer.correct_from
+        said = final.correct if scorer.names else environment_rewards >= scorer.correct_from
         failed = [log.failed for log in logs if log.failed]
         first = f"{failed[0].failure}: {failed[0].detail}" if failed else final.first_failure
         return final._replace(
-            total=final.total + own.astype(np.float32),
-            rewards={**final.rewards, self._workers.label: own.astype(np.float32)},
+            total=final.total + environment_rewards.astype(np.float32),
+            rewards={**final.rewards, self._workers.label: environment_rewards.astype(np.float32)},
             correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, said)], bool),
             failures=dict(Counter(final.failures) + Counter(one.failure for one in failed)),
             first_failure=first,
@@ -190,8 +192,8 @@ class Conversations:
         ids, written = rollouts.tokens[row, part].tolist(), rollouts.environment[row, part]
         drafted = rollouts.draft_positions[row, part] != 0
         runs = itertools.groupby(range(len(ids)), lambda i: bool(written[i]))
-        own = [list(run) for by_environment, run in runs if not by_environment]
-        for places, text, outcome in zip(own, log.turns, log.outcomes):
+        policy_runs = [list(run) for by_environment, run in runs if not by_environment]
+        for places, text, outcome in zip(policy_runs, log.turns, log.outcomes):
             if not outcome.extracted or (begin := text.find(outcome.extracted)) < 0:
                 continue
             texts = token_texts(self._tokenizer, [ids[i] for i in places])
@@ -235,23 +237,25 @@ def begin_conversations(
     workers, seed = scorer.environment, f"{config.rollout.seed}:{step}"
     assert workers is not None, "the config names an environment"
     format = TurnFormat(tokenizer, config.environment.template, config.data.thinking)
-    replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
     seeds = [zlib.crc32(f"{seed}:{problem.prompt}:{problem.answer}".encode()) for problem in problems]
     sessions = dict[int, int]()
-    for place, (problem, own) in enumerate(zip(problems, seeds)):
-        conversation = workers.open(row_of(problem), own)
+    for place, (problem, number) in enumerate(zip(problems, seeds)):
+        conversation = workers.open(row_of(problem), number)
         sessions[conversation.session] = place
         workers.submit(conversation, "", None, replies=replies)
-    opened, failed, left = list(problems), dict[int, Outcome](), len(problems)
-    while left:
+    opened, failed, unopened = list(problems), dict[int, Outcome](), len(problems)
+    while unopened:
         for reply in received(replies, 1.0):
-            left, place = left - 1, sessions[reply.session]
+            unopened, place = unopened - 1, sessions[reply.session]
             if reply.outcome.failure:
                 failed[place] = reply.outcome
             elif reply.outcome.messages:
                 try:
                     longest = config.rollout.max_prompt_tokens
-                    opened[place] = _begun(problems[place], reply.outcome.messages, tokenizer, format, longest)
+                    opened[place] = _with_first_messages(
+                        problems[place], reply.outcome.messages, tokenizer, format, longest
+                    )
                 except InputError as error:
                     said = f"the first messages of the row {problems[place].prompt[:60]!r}: {error}"
                     failed[place] = Outcome((), failure="error", detail=said)
@@ -270,15 +274,15 @@ def begin_conversations(
     return opened, conversations
 
 
-def _begun(
+def _with_first_messages(
     problem: Problem, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, format: TurnFormat, longest: int
 ) -> Problem:
     """Return the problem with the prompt that its environment's first messages make.
 
     Raises InputError where that has no tokens, more than `longest`, or a character or role that the tokenizer lacks.
     """
-    own = [message["content"] for message in problem.messages if message["role"] == "system"]
-    data = [text for text in own if literal_spans(text, tokenizer.special)]
+    system = [message["content"] for message in problem.messages if message["role"] == "system"]
+    data = [text for text in system if literal_spans(text, tokenizer.special)]
     prompt = format.prompt(messages, data)
     if not 0 < (length := len(tokenizer.encode(prompt))) <= longest:
         raise InputError(f"they have {length} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}")
@@ -291,9 +295,9 @@ def row_of(problem: Problem) -> dict[str, object]:
     return {**problem.row, "prompt": messages or str(problem.prompt), "answer": problem.answer}
 
 
-def received(replies: "queue.SimpleQueue[Reply | BaseException]", seconds: float) -> list[Reply]:
+def received(replies: "queue.SimpleQueue[TurnResult | BaseException]", seconds: float) -> list[TurnResult]:
     """Return all replies that are there; wait up to `seconds` for the first. Raises what a worker's thread raised."""
-    found = list[Reply]()
+    found = list[TurnResult]()
     try:
         while True:
             reply = replies.get(timeout=seconds) if seconds and not found else replies.get_nowait()

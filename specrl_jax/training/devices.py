@@ -1,4 +1,4 @@
-"""Whose turn it is on the rollout devices: the thread that generates, or an evaluation."""
+"""Lend the rollout devices in turn to the thread that generates and to evaluations."""
 
 import threading
 

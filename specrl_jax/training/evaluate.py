@@ -22,7 +22,7 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.conversations import begin_conversations
 from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
 from specrl_jax.training.metrics import environment_metrics
@@ -43,12 +43,12 @@ class Evaluation(NamedTuple):
 
     @property
     def correct(self) -> np.ndarray:
-        """[P, n] bool."""
+        """Return [P, n] bool, which responses are correct."""
         return self.scores.correct.reshape(-1, self.samples)
 
     @property
     def accuracy(self) -> float:
-        """Mean over problems and samples (mean@n)."""
+        """Return the mean over problems and samples (mean@n)."""
         return float(self.correct.mean())
 
     def metrics(self, sets: Mapping[str, list[Problem]]) -> dict[str, float]:
@@ -89,7 +89,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    rollout: Rollout,
+    rollout: RolloutEngines,
     engine: Engine,
     weights: Weights,
     *,
@@ -166,7 +166,7 @@ def greedy_too(config: Config, step: int) -> bool:
 
 
 def evaluation_metrics(
-    rollout: Rollout,
+    rollout: RolloutEngines,
     weights: Weights,
     problems: Problems,
     *,

@@ -16,8 +16,7 @@ from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, group_rows
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.process_groups import Share
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.begun import Begun, Upcoming
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.conversations import Conversations, begin_conversations
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
@@ -26,7 +25,8 @@ from specrl_jax.training.dynamic_sampling import (
     score_rollouts,
     with_rewards,
 )
-from specrl_jax.training.partial import NOTHING_LEFT, Left, enough_groups, split_groups
+from specrl_jax.training.lookahead_buffer import LookaheadBuffer, Upcoming
+from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS, PartialRollouts, enough_groups, split_groups
 from specrl_jax.training.prompt_lengths import PromptLengths
 from specrl_jax.training.speculation import Speculation
 
@@ -37,17 +37,17 @@ class RolloutBatch(NamedTuple):
     rounds: list[ScoredRollouts]
     position: dict[str, object]  # of the data stream, after the problems drawn for them
     seconds: dict[str, float]  # of data and generate; "idle": the rollout devices waited for weights
-    left: list[Left]  # of each process: what it has begun beside them (grpo.oversample)
+    left: list[PartialRollouts]  # of each process: what it has begun beside them (grpo.oversample)
 
 
-class Ahead(NamedTuple):
-    """What the steps after a checkpoint go on with, of all processes."""
+class PrefetchedRollouts(NamedTuple):
+    """Rollouts that a checkpoint holds for the steps after it, of all processes."""
 
     batches: list[RolloutBatch]  # of the next steps
-    left: list[Left]  # after the last of them
+    left: list[PartialRollouts]  # after the last of them
 
 
-NOTHING_AHEAD = Ahead([], [])
+NOTHING_PREFETCHED = PrefetchedRollouts([], [])
 
 
 class Published(NamedTuple):
@@ -80,34 +80,34 @@ class _UntilNewer:
         return self.policy is not None
 
 
-class Generation:
+class RolloutGenerator:
     """Draws, generates and scores the rollouts of one step after the other."""
 
     def __init__(
         self,
-        rollout: Rollout,
+        rollout: RolloutEngines,
         stream: ProblemStream,
         scorer: Scorer,
         *,
         speculation: Speculation,
         on_progress: Callable[[int, int], None],
-        left: Left = NOTHING_LEFT,
+        partial: PartialRollouts = NO_PARTIAL_ROLLOUTS,
     ) -> None:
         """
         Args:
           stream: batches of prompts_per_step problems; single problems with grpo.oversample.
           on_progress: of the engine.
-          left: what this process has begun beside the rollouts of the step before.
+          partial: what this process has begun beside the rollouts of the step before.
         """
         config = rollout.plan.config
         self._rollout, self._scorer, self._speculation = rollout, scorer, speculation
-        self._on_progress, self._left, self._lengths = on_progress, left, PromptLengths(left.seen)
+        self._on_progress, self._partial, self._lengths = on_progress, partial, PromptLengths(partial.seen)
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
         self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
-        self._begun: Begun | None = None
+        self._lookahead: LookaheadBuffer | None = None
         if exact:
-            self._begun = Begun(
+            self._lookahead = LookaheadBuffer(
                 self._upcoming,
                 rollout.tokenizer.encode,
                 self._grpo,
@@ -121,7 +121,7 @@ class Generation:
         if not self._grpo.oversample:
             return self._upcoming.take()
         # As many as go on are not drawn; their number is the same in all groups of processes.
-        count = self._grpo.prompts_at_once - len(self._groups.groups) * len(self._left.problems)
+        count = self._grpo.prompts_at_once - len(self._groups.groups) * len(self._partial.problems)
         return [problem for _ in range(count) for problem in self._upcoming.take()]
 
     def generate(self, step: int, problems: list[Problem], policy: Published, *, newer: Newer = never) -> RolloutBatch:
@@ -131,7 +131,7 @@ class Generation:
           problems: what `draw` returned.
           newer: weights that running rollouts go on with.
         """
-        start, later = time.perf_counter(), self._begun.after(step) if self._begun else None
+        start, later = time.perf_counter(), self._lookahead.after(step) if self._lookahead else None
 
         def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
             def own() -> ScoredRollouts:
@@ -141,12 +141,12 @@ class Generation:
             return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
 
         rounds = sample_rounds(generate, problems, self._upcoming.take_more, grpo=self._grpo, step=step)
-        if self._begun and later:
-            self._begun.texts = later.texts
+        if self._lookahead and later:
+            self._lookahead.texts = later.texts
         if self._config.rollout.order == "longest":
-            self._left = self._left._replace(seen=self._lengths.seen())
+            self._partial = self._partial._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
-        return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._left])
+        return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._partial])
 
     def begin(self, step: int, policy: Published, until: Callable[[], bool]) -> bool:
         """Begin the rollouts of a step under an earlier policy; return whether all are finished.
@@ -154,8 +154,8 @@ class Generation:
         Args:
           until: says after a chunk that it is enough.
         """
-        assert self._begun is not None
-        later = self._begun.after(step - 1)
+        assert self._lookahead is not None
+        later = self._lookahead.after(step - 1)
         lengths, history = self._speculation.as_of(policy.observed)
         finished = self._rollout.engine.begin(
             policy.weights,
@@ -166,7 +166,7 @@ class Generation:
             lengths=lengths,
             history=history,
         )
-        self._begun.texts = later.texts
+        self._lookahead.texts = later.texts
         return finished
 
     def _own(
@@ -185,8 +185,8 @@ class Generation:
         if self._config.environment.name:
             return self._conversations(step, asked, ids, policy, share)
         # A further round goes on with what the last one began of later steps.
-        earlier = self._begun.texts | later.texts if self._begun and later else {}
-        how: Continuation[Weights] = Continuation(policy.version, earlier, later, begun=self._left.rollouts)
+        earlier = self._lookahead.texts | later.texts if self._lookahead and later else {}
+        how: Continuation[Weights] = Continuation(policy.version, earlier, later, partial=self._partial.rollouts)
         if self._grpo.oversample:
             return self._oversampled(asked, ids, policy, newer, how)
         return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
@@ -195,14 +195,14 @@ class Generation:
         self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
     ) -> ScoredRollouts:
         """Return the first groups to be finished, of those left from the last step and new ones; keep the others."""
-        left, G, carry = self._left, self._grpo.group_size, self._config.rollout.carry // len(self._groups.groups)
-        if left.rollouts is not None:
-            problems, ids = left.problems + problems, np.concatenate([left.rollouts.rollout_id, ids])
+        partial, G, carry = self._partial, self._grpo.group_size, self._config.rollout.carry // len(self._groups.groups)
+        if partial.rollouts is not None:
+            problems, ids = partial.problems + problems, np.concatenate([partial.rollouts.rollout_id, ids])
         share = self._groups.share(self._grpo.prompts_per_step)
         groups = share.group.stop - share.group.start
         how = dataclasses.replace(how, enough=enough_groups(groups, G, carry))
         found = self._rollouts(problems, ids, policy, newer, how)
-        learned, asked, self._left = split_groups(found, problems, groups, group_size=G, carries=carry > 0)
+        learned, asked, self._partial = split_groups(found, problems, groups, group_size=G, carries=carry > 0)
         return self._scored(learned, asked, share)
 
     def _rollouts(
@@ -235,7 +235,7 @@ class Generation:
             found = call(policy, dataclasses.replace(how, version=policy.version, enough=until))
             if until.policy is None:
                 return found
-            policy, how = until.policy, dataclasses.replace(how, begun=found)
+            policy, how = until.policy, dataclasses.replace(how, partial=found)
 
     def _conversations(
         self, step: int, problems: list[Problem], ids: np.ndarray, policy: Published, share: Share

@@ -1,4 +1,4 @@
-"""Where a run starts: parameters from folders or drawn from the seed, and the shapes of its state."""
+"""Initial parameters of a run, from folders or drawn from the seed, and the shapes of its state."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from specrl_jax.learner.state import RunState, abstract_state, init_random_param
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import init_adapters
-from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.build import Learner, RolloutEngines
 
 
 def initial_params(learner: Learner) -> Params:
@@ -80,7 +80,7 @@ def with_initial_draft(learner: Learner, state: RunState) -> RunState:
     return dataclasses.replace(state, draft=draft, vocab_map=initial_vocab_map(learner))
 
 
-def initial_weights(learner: Learner, rollout: Rollout) -> Weights:
+def initial_weights(learner: Learner, rollout: RolloutEngines) -> Weights:
     """Return the engines' weights before training, without the optimizers' memory."""
     policy = initial_params(learner)
     if learner.plan.draft is None:

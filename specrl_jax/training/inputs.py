@@ -1,4 +1,4 @@
-"""What a run reads: policy, tokenizer, data and rewards. All mistakes in them are found before any compiling."""
+"""Inputs of a run: policy, tokenizer, data and rewards. All mistakes in them are found before any compiling."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training.build import (
     Learner,
-    Rollout,
+    RolloutEngines,
     find_tokenizer,
     make_learner,
     make_packing,
@@ -46,8 +46,8 @@ from specrl_jax.training.problems import Problems, load_problems
 SAMPLED = 1000  # rows of a file that are read for further mistakes, where there are some already
 
 
-class Inputs(NamedTuple):
-    """What a run reads, and its plan. Every value of the plan's config is chosen."""
+class RunInputs(NamedTuple):
+    """Inputs of a run, and its plan. Every value of the plan's config is chosen."""
 
     plan: Plan
     tokenizer: Tokenizer
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     def config(self) -> Config:
         return self.plan.config
 
-    def build(self, lengths: tuple[int, ...] | None = None) -> tuple[Learner, Rollout]:
+    def build(self, lengths: tuple[int, ...] | None = None) -> tuple[Learner, RolloutEngines]:
         """Build learner and rollout; `lengths`: see make_rollout."""
         return make_learner(self.plan), make_rollout(self.plan, lengths, self.tokenizer)
 
@@ -95,7 +95,7 @@ def open_inputs(
     rewards: bool = True,
     checking: Callable[[Config], None] = lambda config: None,
     opening: Callable[[Config], None] = lambda config: None,
-) -> Iterator[Inputs]:
+) -> Iterator[RunInputs]:
     """Check a config, read what it names, choose what it leaves open, and start the rewards. Processes do it together.
 
     What takes no time is checked first: where it is wrong, only the first rows of the data are read.
@@ -155,7 +155,7 @@ def _find(
     rewards: bool,
     calls: tuple[Callable[[Config], None], Callable[[Config], None]],
     ending: contextlib.ExitStack,
-) -> Inputs:
+) -> RunInputs:
     mistakes = Mistakes()
     mesh: Mesh | None = None
     model: Qwen3Config | None = None
@@ -206,4 +206,4 @@ def _find(
     plan = make_plan(config, mesh, model)
     if config.task in ("train", "draft_pretrain") and (line := least_pass(make_packing(plan))) and is_first_process():
         print(line)
-    return Inputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer=scorer)
+    return RunInputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer=scorer)

@@ -13,17 +13,17 @@ import numpy as np
 from specrl_jax import distributed
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.agreement import named_files
-from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
+from specrl_jax.io.metrics import MetricsWriter, NoMetrics, StepMetrics, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.beside import Beside
-from specrl_jax.training.build import Learner, Rollout, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
-from specrl_jax.training.generation import NOTHING_AHEAD
+from specrl_jax.training.generation import NOTHING_PREFETCHED
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
 from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
@@ -36,7 +36,7 @@ from specrl_jax.training.step import StepResult, train_step
 
 def training_steps(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutEngines,
     problems: Problems,
     *,
     scorer: Scorer,
@@ -44,7 +44,7 @@ def training_steps(
     stop: threading.Event,
     trackers: Trackers | None = None,
     evaluates: bool = True,
-) -> Iterator[Row]:
+) -> Iterator[StepMetrics]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
 
     Row 0, the evaluation before training, comes first.
@@ -103,7 +103,7 @@ class _Run:
     def __init__(
         self,
         learner: Learner,
-        rollout: Rollout,
+        rollout: RolloutEngines,
         problems: Problems,
         *,
         scorer: Scorer,
@@ -121,7 +121,7 @@ class _Run:
         written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
         self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
         start = start_run(learner, rollout, self.checkpoints, stream=self.stream)
-        self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
+        self.state, self.monitor, self.prefetched = start.state, start.monitor, start.prefetched
         self.replay = start.replay
         self.restored, self.step = start.step, start.step or 0
         # Of a step whose metrics are not written yet.
@@ -129,11 +129,11 @@ class _Run:
         if self.unfinished and self.restored is not None and _is_written(written, self.step):
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
-        kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
+        earlier_rows = [row for row in written if self.restored is not None and row["step"] <= self.restored]
         self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, stop, shown=distributed.is_first_process())
         trackers.say = self.display.say
-        self.writer = MetricsWriter(workdir, kept, trackers) if distributed.is_first_process() else NoMetrics()
+        self.writer = MetricsWriter(workdir, earlier_rows, trackers) if distributed.is_first_process() else NoMetrics()
         learner.programs.on_program = self.display.say_learner_program
         rollout.engine.compiled.beside = True
         # A controller follows the clock in any case; processes that run in lock-step shrink together.
@@ -146,7 +146,7 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """Whether the run ends with a comparison with plain decoding."""
+        """Return whether the run ends with a comparison with plain decoding."""
         return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
     def compile_beside(self) -> Beside:
@@ -180,11 +180,11 @@ class _Run:
             on_progress=on_progress,
             devices=self.devices,
             workdir=self.workdir,
-            restored=self.ahead,
+            restored=self.prefetched,
         )
-        self.ahead = NOTHING_AHEAD
+        self.prefetched = NOTHING_PREFETCHED
 
-    def make_step(self) -> Row:
+    def make_step(self) -> StepMetrics:
         """Make the next step: train, evaluate, write its row, save. Return the row."""
         step, clock = self.step + 1, PhaseClock(self.display)
         speculation = self.monitor.speculation
@@ -215,14 +215,14 @@ class _Run:
 
     @property
     def _comparison(self) -> float:
-        """About how many seconds the comparison takes: those of a warm-up, then of rounds, of both engines.
+        """Estimate the seconds that the comparison takes: those of a warm-up, then of rounds, of both engines.
 
         Plain decoding is taken for half as fast.
         """
         rounds = 1 + self.config.draft.compare_rounds
         return 3 * rounds * comparison_share(self.config) * self.generation if self.compares else 0.0
 
-    def show_step(self, row: Row) -> None:
+    def show_step(self, row: StepMetrics) -> None:
         """Print the line of a step whose row is written."""
         note = _note(row, self.rollout.engine.draft_length, self.remarks)
         ahead = self._comparison + self.evaluation * evaluations_left(
@@ -230,7 +230,7 @@ class _Run:
         )
         self.display.finish_step(self.step, note, row.get("time/evaluate", 0.0), ahead=ahead)
 
-    def _metrics(self, result: StepResult) -> Row:
+    def _metrics(self, result: StepResult) -> StepMetrics:
         """Return the metrics of the step, with its alarms; keep its remarks."""
         generated = result.generated
         workers = self.rollout.engine.worker_metrics()
@@ -247,7 +247,7 @@ class _Run:
         self.remarks = "  ".join(filter(None, (generated.scores.warning(), message)))
         return row | alarms
 
-    def finish_row(self, row: Row, histograms: Mapping[str, np.ndarray]) -> Row:
+    def finish_row(self, row: StepMetrics, histograms: Mapping[str, np.ndarray]) -> StepMetrics:
         """Add what is due after the row's step, and write the row. Raise Stopped before anything is written."""
         self.unfinished = row
         step, last, config = int(row["step"]), int(row["step"]) == self.config.steps, self.config
@@ -298,9 +298,9 @@ class _Run:
         """Save the last step. Return why it is not saved, "" if it is; without `wait` not for its next rollouts."""
         if self.step == self.restored:
             return ""
-        if self.position is None or (ahead := self.pipeline.ahead(self.step, wait)) is None:
+        if self.position is None or (prefetched := self.pipeline.prefetched(self.step, wait)) is None:
             return f"the rollouts after step {self.step} were under way"
-        host = with_rollouts(self.monitor.state(self.position), ahead)
+        host = with_rollouts(self.monitor.state(self.position), prefetched)
         host = host._replace(values=host.values | {"files": self.files})
         if self.replay:
             host = self.replay.with_texts(host)
@@ -325,13 +325,13 @@ class _Run:
         self.checkpoints.close()
 
 
-def _written_rows(workdir: str) -> list[Row]:
+def _written_rows(workdir: str) -> list[StepMetrics]:
     """Return the rows of metrics.jsonl, in the first process. Raises InputError in all where it does there."""
     with distributed.refused_together():
         return read_metrics(workdir) if distributed.is_first_process() else []
 
 
-def _is_written(written: Sequence[Row], step: int) -> bool:
+def _is_written(written: Sequence[StepMetrics], step: int) -> bool:
     """Return whether the first process found the row of a step. Collective."""
     return distributed.any_process(any(row["step"] == step for row in written))
 

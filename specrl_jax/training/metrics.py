@@ -20,7 +20,7 @@ from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.objectives import kl_estimate
 from specrl_jax.training.build import Learner
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, has_variance
-from specrl_jax.training.partial import Left
+from specrl_jax.training.partial import PartialRollouts
 from specrl_jax.training.performance import Performance
 from specrl_jax.training.router_replay import Compared
 from specrl_jax.training.step import StepResult
@@ -97,7 +97,7 @@ def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
     }
 
 
-def left_metrics(left: Sequence[Left]) -> dict[str, int]:
+def left_metrics(left: Sequence[PartialRollouts]) -> dict[str, int]:
     """Return what a step has begun and not learned from."""
     return {
         "rollout/carried": sum(one.carried for one in left),

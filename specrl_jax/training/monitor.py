@@ -135,7 +135,7 @@ class Monitor:
 
     @property
     def skipping(self) -> bool:
-        """Whether the last update was skipped."""
+        """Return whether the last update was skipped."""
         return self._skipped > 0
 
     def state(self, position: Mapping[str, object]) -> HostState:

@@ -20,8 +20,8 @@ from specrl_jax.errors import InputError
 from specrl_jax.training.prompt_lengths import NONE_SEEN, SeenLengths
 
 
-class Left(NamedTuple):
-    """What a step leaves to the next one: what it has begun and not learned from, and what it has seen."""
+class PartialRollouts(NamedTuple):
+    """State that a step passes on to the next: groups begun and not learned from, and prompt lengths seen."""
 
     problems: list[Problem]  # of groups that go on in the next step
     rollouts: Rollouts | None  # theirs, finished or not; None: no groups
@@ -30,20 +30,20 @@ class Left(NamedTuple):
 
     @property
     def carried(self) -> int:
-        """Rollouts that are not finished and go on."""
+        """Return the number of unfinished rollouts that go on."""
         return 0 if self.rollouts is None else int((~self.rollouts.finished).sum())
 
 
-NOTHING_LEFT = Left([], None)
+NO_PARTIAL_ROLLOUTS = PartialRollouts([], None)
 
 
-def gather_left(own: Left) -> list[Left]:
+def gather_partial_rollouts(own: PartialRollouts) -> list[PartialRollouts]:
     """Return what every process has left, in their order. Collective."""
-    return distributed.all_gather_objects(Left, own)
+    return distributed.all_gather_objects(PartialRollouts, own)
 
 
-def own_left(left: Sequence[Left]) -> Left:
-    """Return this process's part of what `gather_left` returned.
+def local_partial_rollouts(left: Sequence[PartialRollouts]) -> PartialRollouts:
+    """Return this process's part of what `gather_partial_rollouts` returned.
 
     Where the number of processes has changed, every one knows the prompt lengths that all had seen. Raises InputError
     where it has and rollouts are left.
@@ -52,8 +52,9 @@ def own_left(left: Sequence[Left]) -> Left:
         return left[jax.process_index()]
     if any(each.rollouts is not None for each in left):
         raise InputError(f"grpo.oversample: {len(left)} processes began this run, and {jax.process_count()} resume it")
-    seen = [each.seen for each in left]
-    return NOTHING_LEFT._replace(seen=SeenLengths(*map(np.concatenate, zip(*seen)))) if seen else NOTHING_LEFT
+    if not left:
+        return NO_PARTIAL_ROLLOUTS
+    return NO_PARTIAL_ROLLOUTS._replace(seen=SeenLengths(*map(np.concatenate, zip(*(each.seen for each in left)))))
 
 
 def enough_groups(groups: int, group_size: int, carry: int) -> Callable[[np.ndarray], bool]:
@@ -72,13 +73,13 @@ def enough_groups(groups: int, group_size: int, carry: int) -> Callable[[np.ndar
 
 def split_groups(
     found: Rollouts, problems: list[Problem], groups: int, *, group_size: int, carries: bool
-) -> tuple[Rollouts, list[Problem], Left]:
+) -> tuple[Rollouts, list[Problem], PartialRollouts]:
     """Return the first complete groups, their problems, and what is left."""
     complete = np.flatnonzero(found.finished.reshape(-1, group_size).all(axis=1))[:groups]
     others = np.setdiff1d(np.arange(len(problems)), complete)
     learned, rest = found.take_groups(complete, group_size), found.take_groups(others, group_size)
     chosen = [problems[i] for i in complete]
     if not carries:
-        return learned, chosen, Left([], None, int(rest.response_length.sum()))
+        return learned, chosen, PartialRollouts([], None, int(rest.response_length.sum()))
     rest = dataclasses.replace(rest, chunks=())  # their time is this step's
-    return learned, chosen, Left([problems[i] for i in others], rest)
+    return learned, chosen, PartialRollouts([problems[i] for i in others], rest)

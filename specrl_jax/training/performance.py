@@ -1,4 +1,4 @@
-"""How well a step uses its devices: model FLOP utilisation, tokens per second, memory."""
+"""Compute how well a step uses its devices: model FLOP utilisation, tokens per second, memory."""
 
 import dataclasses
 import resource

@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: generated synchronously, or ahead of the learner by a thread.
+"""Sources of a step's rollouts: generated synchronously, or ahead of the learner by a thread.
 
 Asynchronous (`pipeline.mode=async`): rollout devices and learner devices are disjoint, and generation of later steps
 overlaps learning. The weights of a step's rollouts do not depend on timing: those of step t are drawn from the policy
@@ -19,23 +19,31 @@ from typing import Protocol
 from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.decoding.agree import Agree, alone
+from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.process_groups import Agreement
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.serialize import Packed, unpack
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.dynamic_sampling import gather_round
-from specrl_jax.training.generation import NOTHING_AHEAD, Ahead, Generation, Newer, Published, RolloutBatch, never
+from specrl_jax.training.generation import (
+    NOTHING_PREFETCHED,
+    Newer,
+    PrefetchedRollouts,
+    Published,
+    RolloutBatch,
+    RolloutGenerator,
+    never,
+)
 from specrl_jax.training.inflight import WeightUpdates
-from specrl_jax.training.partial import Left, gather_left, own_left
+from specrl_jax.training.partial import PartialRollouts, gather_partial_rollouts, local_partial_rollouts
 from specrl_jax.training.speculation import Speculation
 
 
 class _Turn(enum.IntEnum):
-    """What the rollout devices do next."""
+    """The next task of the rollout devices."""
 
     CLOSE = 0
     LEND = 1  # to an evaluation
@@ -65,7 +73,7 @@ class Pipeline(Protocol):
         """Return whether `take` would not wait, or would fail, in every process. Collective."""
 
     def take(self, step: int) -> RolloutBatch: ...
-    def ahead(self, step: int, wait: bool) -> Ahead | None:
+    def prefetched(self, step: int, wait: bool) -> PrefetchedRollouts | None:
         """Return what the checkpoint of a step keeps for those after it. Collective.
 
         None without `wait` where some are still being generated.
@@ -77,8 +85,8 @@ class Pipeline(Protocol):
 class Sync:
     """Generates in the learner's turn."""
 
-    def __init__(self, draw: Draw, generate: GenerateStep, left: list[Left]) -> None:
-        self._draw, self._generate, self._left = draw, generate, left
+    def __init__(self, draw: Draw, generate: GenerateStep, left: list[PartialRollouts]) -> None:
+        self._draw, self._generate, self._partial = draw, generate, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0
         self._newest: Published | None = None
@@ -99,12 +107,12 @@ class Sync:
         # Released before learning: nothing reads these weights any more.
         policy, self._newest = self._newest, None
         batch = self._generate(step, self._problems, policy, newer=never)
-        self._left = gather_left(*batch.left)
+        self._partial = gather_partial_rollouts(*batch.left)
         seconds = batch.seconds | {"data": self._data_seconds, "idle": 0.0}
-        return batch._replace(seconds=seconds, left=self._left)
+        return batch._replace(seconds=seconds, left=self._partial)
 
-    def ahead(self, step: int, wait: bool) -> Ahead:
-        return Ahead([], self._left)
+    def prefetched(self, step: int, wait: bool) -> PrefetchedRollouts:
+        return PrefetchedRollouts([], self._partial)
 
     def close(self) -> None:
         pass
@@ -136,14 +144,14 @@ class Async:
         first: int,
         last: int,
         devices: Devices,
-        restored: Ahead = NOTHING_AHEAD,
+        restored: PrefetchedRollouts = NOTHING_PREFETCHED,
         begin: Begin | None = None,
         updates: WeightUpdates | None = None,
         order: Sequence[int] = (0,),
-        agree: Agree = alone,
+        agree: Broadcast = alone,
     ) -> None:
         self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
-        self._updates, self._order, self._agree, self._left = updates, order, agree, restored.left
+        self._updates, self._order, self._agree, self._partial = updates, order, agree, restored.left
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
@@ -175,15 +183,15 @@ class Async:
             del self._gathered[learned]
         return self._gather(step)
 
-    def ahead(self, step: int, wait: bool) -> Ahead | None:
+    def prefetched(self, step: int, wait: bool) -> PrefetchedRollouts | None:
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
-        missing = any(ahead not in self._gathered and ahead not in self._generated for ahead in steps)
+        missing = any(later not in self._gathered and later not in self._generated for later in steps)
         if not wait and distributed.any_process(missing):
             return None
-        batches = [self._gather(ahead) for ahead in steps]
+        batches = [self._gather(later) for later in steps]
         # The steps before the last are there, too: `step` itself, or nothing was generated yet.
         last = self._gathered.get(steps[-1] if steps else step)
-        return Ahead(batches, last.left if last else self._left)
+        return PrefetchedRollouts(batches, last.left if last else self._partial)
 
     def close(self) -> None:
         """Wait for the rollouts under way and drop them."""
@@ -197,7 +205,7 @@ class Async:
         if step not in self._gathered:
             own = distributed.together(lambda: self._own(step))
             rounds = [gather_round(part, self._order) for part in own.rounds]
-            self._gathered[step] = own._replace(rounds=rounds, left=gather_left(*own.left))
+            self._gathered[step] = own._replace(rounds=rounds, left=gather_partial_rollouts(*own.left))
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:
@@ -308,7 +316,7 @@ class Async:
 
 
 def make_pipeline(
-    rollout: Rollout,
+    rollout: RolloutEngines,
     stream: ProblemStream,
     scorer: Scorer,
     *,
@@ -317,7 +325,7 @@ def make_pipeline(
     on_progress: Callable[[int, int], None],
     devices: Devices,
     workdir: str,
-    restored: Ahead = NOTHING_AHEAD,
+    restored: PrefetchedRollouts = NOTHING_PREFETCHED,
 ) -> Pipeline:
     """Build the pipeline of pipeline.mode.
 
@@ -330,8 +338,10 @@ def make_pipeline(
       restored: from a checkpoint.
     """
     config, groups = rollout.plan.config, rollout.plan.groups
-    left = own_left(restored.left)
-    generation = Generation(rollout, stream, scorer, speculation=speculation, on_progress=on_progress, left=left)
+    partial = local_partial_rollouts(restored.left)
+    generation = RolloutGenerator(
+        rollout, stream, scorer, speculation=speculation, on_progress=on_progress, partial=partial
+    )
     if config.pipeline.mode == "sync":
         return Sync(generation.draw, generation.generate, restored.left)
     update, agree, first_generated = config.pipeline.weight_update, Agreement(groups.own), first + len(restored.batches)
@@ -358,18 +368,18 @@ def make_pipeline(
 AHEAD = "ahead"
 
 
-def with_rollouts(host: HostState, ahead: Ahead) -> HostState:
+def with_rollouts(host: HostState, prefetched: PrefetchedRollouts) -> HostState:
     """Add the rollouts that the steps after a checkpoint learn from, of all processes."""
-    return with_packed(host, AHEAD, ahead)
+    return with_packed(host, AHEAD, prefetched)
 
 
-def without_rollouts(host: HostState) -> tuple[Ahead, HostState]:
+def without_rollouts(host: HostState) -> tuple[PrefetchedRollouts, HostState]:
     """Return (what `with_rollouts` added, the rest). Raises InputError for those of an older version."""
     arrays = {name: x for name, x in host.arrays.items() if name.startswith(f"{AHEAD}.")}
     values = {name: value for name, value in host.values.items() if name != AHEAD}
     rest = HostState(values, {name: x for name, x in host.arrays.items() if name not in arrays})
     try:
-        return unpack(Ahead, Packed(host.values[AHEAD], arrays)), rest
+        return unpack(PrefetchedRollouts, Packed(host.values[AHEAD], arrays)), rest
     except (KeyError, TypeError) as error:
         raise InputError(
             f"checkpoints: the rollouts ahead lack {error}, an older version wrote them; resume with that version, or "

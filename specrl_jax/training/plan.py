@@ -21,7 +21,7 @@ from specrl_jax.models.layers import Yarn
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
 from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
-from specrl_jax.training.rollouts import check_cache_length
+from specrl_jax.training.inference_engine import check_cache_length
 
 # Draft lengths that the controller chooses from.
 LENGTHS = (0, 1, 2, 3, 5, 7)
@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def draft(self) -> DraftModel | None:
-        """The draft model; None: the draft method has no weights."""
+        """Return the draft model; None: the draft method has no weights."""
         return self.draft_method.model
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
+        """Return the tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 

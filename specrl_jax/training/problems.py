@@ -18,7 +18,7 @@ from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
 from specrl_jax.errors import InputError, Mistakes, printable
 from specrl_jax.rewards.code.reward import fault_of_tests, own_program
-from specrl_jax.rewards.messages import Context, Row
+from specrl_jax.rewards.messages import Context, RewardInput
 from specrl_jax.rewards.scorer import OwnAnswer
 from specrl_jax.rewards.symbolic import fault_of_answer, own_answer
 from specrl_jax.rewards.worker import BUILT_IN, CODE, MATH
@@ -39,13 +39,13 @@ class Problems:
 
     @property
     def evaluation(self) -> list[Problem]:
-        """All validation sets, one after the other."""
+        """Return all validation sets, one after the other."""
         return [problem for problems in self.validation.values() for problem in problems]
 
-    def first_rows(self, tokenizer: Tokenizer) -> list[Row]:
+    def first_rows(self, tokenizer: Tokenizer) -> list[RewardInput]:
         """Return the first row of each source, with its answer as the response: what a reward must be able to score."""
         first = [source[0] for source in (*self.train, *self.validation.values())]
-        return [Row(p.answer, p.answer, Context(p.prompt, p.row, tokenizer.encode(p.answer))) for p in first]
+        return [RewardInput(p.answer, p.answer, Context(p.prompt, p.row, tokenizer.encode(p.answer))) for p in first]
 
     def own_answers(self) -> list[OwnAnswer]:
         """Return rows of the files with their own answers as responses, by which `math` and `code` must pay 1."""
@@ -57,7 +57,7 @@ class Problems:
                 problems = [] if isinstance(source, TaskSource) else [source[i] for i in range(len(source))]
                 rows = [(p, own) for p in problems if p.where and (own := _own(name, p))]
                 for p, own in rows[:: max(1, -(-len(rows) // most))]:
-                    found.append(OwnAnswer(p.where, name, Row(own, p.answer, Context(p.prompt, p.row))))
+                    found.append(OwnAnswer(p.where, name, RewardInput(own, p.answer, Context(p.prompt, p.row))))
         return found
 
     def texts(self) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""How long the last responses to a prompt were: where rollouts outnumber slots, the longest ones start first."""
+"""Lengths of the last responses to each prompt: where rollouts outnumber slots, the longest ones start first."""
 
 import hashlib
 from collections import OrderedDict
@@ -14,7 +14,7 @@ MOST_PROMPTS = 1 << 20
 
 
 class SeenLengths(NamedTuple):
-    """What a checkpoint keeps, the prompt seen longest ago first."""
+    """Prompt lengths as a checkpoint stores them, the prompt seen longest ago first."""
 
     prompts: np.ndarray  # [n] uint64, hashes of their texts
     lengths: np.ndarray  # [n] float32, mean tokens of the last responses

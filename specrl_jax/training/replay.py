@@ -39,7 +39,7 @@ class Replay:
 
     @property
     def _shares(self) -> int:
-        """Updates that divide a step's rows among them."""
+        """Return the number of updates that divide a step's rows among them."""
         return self._learner.plan.config.grpo.minibatches * self._draft.minibatches
 
     def add(self, rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""What a run begins with: the last whole checkpoint of its workdir, or a fresh state."""
+"""Resume a run from the last whole checkpoint of its workdir, or begin with a fresh state."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.errors import InputError, printable
 from specrl_jax.io.agreement import named_files
 from specrl_jax.io.checkpoints import Checkpoints
-from specrl_jax.io.metrics import Row
+from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, Rollout
-from specrl_jax.training.generation import NOTHING_AHEAD, Ahead
+from specrl_jax.training.build import Learner, RolloutEngines
+from specrl_jax.training.generation import NOTHING_PREFETCHED, PrefetchedRollouts
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
 from specrl_jax.training.pipeline import without_rollouts
@@ -61,22 +61,24 @@ def _change(before: str | None, now: str | None) -> str:
 
 
 class Start(NamedTuple):
-    """What a run begins with."""
+    """State that a run begins with."""
 
     state: RunState
     step: int | None  # of the checkpoint; None: a fresh run
     monitor: Monitor
-    ahead: Ahead  # of the next steps
+    prefetched: PrefetchedRollouts  # of the next steps
     replay: Replay | None  # None: draft.replay_updates is 0
-    unfinished: Row  # metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none
+    # Metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none.
+    unfinished: StepMetrics
 
 
-def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, *, stream: ProblemStream) -> Start:
+def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoints, *, stream: ProblemStream) -> Start:
     """Return the state of the last whole checkpoint, or a fresh one; seek the stream to there.
 
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
-    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, Row(step=0), NOTHING_AHEAD
+    plan, steps = learner.plan, learner.plan.config.steps
+    unfinished, prefetched = StepMetrics(step=0), NOTHING_PREFETCHED
     found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
     if found is None:
         state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)
@@ -84,15 +86,15 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, *, s
         latest, state, host = found
         if latest > steps:
             raise InputError(f"steps={steps}, but the run in this workdir has already done {latest}")
-        ahead, host = without_rollouts(host)
+        prefetched, host = without_rollouts(host)
         unfinished = host.values.get("unfinished", {})
-        stream.position = ahead.batches[-1].position if ahead.batches else host.values["position"]
+        stream.position = prefetched.batches[-1].position if prefetched.batches else host.values["position"]
         monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
     if plan.config.grpo.kl_coef and state.reference is None:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
-    return Start(state, latest, monitor, ahead=ahead, replay=replay, unfinished=unfinished)
+    return Start(state, latest, monitor, prefetched=prefetched, replay=replay, unfinished=unfinished)
 
 
 def _print_once(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What the replay of the rollouts' experts spares (`policy.router_replay`): the learner without it."""
+"""Compare the learner with and without router replay (`policy.router_replay`)."""
 
 from typing import NamedTuple
 

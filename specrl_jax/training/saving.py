@@ -1,4 +1,4 @@
-"""When a run's state is saved: at its due steps, and never one that is not good."""
+"""Save a run's state at its due steps, and never one that is not good."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ class DueSaves:
         self._due = False
 
     def finish_step(self, step: int, save: Callable[[], str]) -> None:
-        """Where a save is due, call `save`, which returns why it saves nothing. Raise RunFailed at the last step."""
+        """Call `save`, which returns why it saves nothing, where a save is due. Raise RunFailed at the last step."""
         begins = step == self._last or step % self._every == 0
         if not (self._due or begins):
             return

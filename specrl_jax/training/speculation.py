@@ -65,7 +65,7 @@ class Speculation:
 
     @property
     def observed(self) -> int:
-        """Steps observed so far."""
+        """Return the number of steps observed so far."""
         return self._step
 
     def as_of(self, observed: int) -> tuple[DraftLengthPolicy, History | None]:
@@ -83,7 +83,7 @@ class Speculation:
 
     @property
     def lengths(self) -> DraftLengthPolicy:
-        """The newest choice of draft lengths."""
+        """Return the newest choice of draft lengths."""
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
             return Guarded(self.controller, tripped, self._lock)

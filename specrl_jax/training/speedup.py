@@ -16,13 +16,13 @@ from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import Stopped
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 
 OnProgress = Callable[[int, int], None]  # of Engine.generate
 
 
 class Workload(NamedTuple):
-    """What an engine generates in one measurement."""
+    """Prompts and samples of one measurement."""
 
     prompts: Sequence[Sequence[int]]
     samples: int  # rollouts of each prompt
@@ -30,14 +30,14 @@ class Workload(NamedTuple):
     responses: Sequence[int] | None = None  # most tokens of each rollout; None: the engine's
 
 
-def step_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
+def step_workload(rollout: RolloutEngines, problems: Sequence[Problem]) -> Workload:
     """Return as many rollouts of `problems` as a training step has."""
     config = rollout.plan.config
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[: config.grpo.prompts_per_step]]
     return Workload(prompts, config.grpo.group_size, config.rollout.seed)
 
 
-def comparison_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
+def comparison_workload(rollout: RolloutEngines, problems: Sequence[Problem]) -> Workload:
     """Return the rollouts of a round of the closing comparison: `comparison_share` of a training step's."""
     work = step_workload(rollout, problems)
     count = round(comparison_share(rollout.plan.config) * len(work.prompts) * work.samples)
@@ -113,7 +113,7 @@ def measure_speedup(
 
 
 def speedup_metrics(
-    rollout: Rollout,
+    rollout: RolloutEngines,
     weights: Weights,
     problems: Sequence[Problem],
     *,

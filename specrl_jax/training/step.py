@@ -20,11 +20,11 @@ from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import bytes_on_devices
-from specrl_jax.training.build import Learner, Rollout, prepare
+from specrl_jax.training.build import Learner, RolloutEngines, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
 from specrl_jax.training.generation import Published
 from specrl_jax.training.initial import with_initial_draft
-from specrl_jax.training.partial import Left
+from specrl_jax.training.partial import PartialRollouts
 from specrl_jax.training.pipeline import Pipeline
 from specrl_jax.training.replay import Replay
 from specrl_jax.training.router_replay import Compared, compare_experts
@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
     generated: ScoredRollouts  # of all rounds and processes
     rounds: int  # of dynamic sampling
     position: dict[str, object]  # of the data stream, after the step's problems
-    left: list[Left]  # what each process has begun beside them
+    left: list[PartialRollouts]  # what each process has begun beside them
     training_batch: TrainingBatch
     batch: LearnerBatch
     inputs: LossInputs
@@ -56,7 +56,7 @@ class StepResult(NamedTuple):
 
 def train_step(
     learner: Learner,
-    rollout: Rollout,
+    rollout: RolloutEngines,
     state: RunState,
     *,
     pipeline: Pipeline,

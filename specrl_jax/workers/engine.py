@@ -15,14 +15,14 @@ from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
-from specrl_jax.training.build import Rollout
+from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers.messages import (
     CHOOSES,
     CHOOSES_ALARMED,
-    Answer,
     Ask,
     Later,
+    WorkerAnswer,
     pack_texts,
     unpack_texts,
 )
@@ -164,7 +164,7 @@ def later_of(lookahead: Lookahead, samples: int, parts: int) -> list[Later]:
     return [Later(chosen(lookahead.prompts, part), lookahead.ids[group_rows(part, samples)]) for part in dealt]
 
 
-def take_texts(answers: Sequence[Answer], lookahead: Lookahead) -> None:
+def take_texts(answers: Sequence[WorkerAnswer], lookahead: Lookahead) -> None:
     """Note what the workers have drawn of later calls."""
     for answer in answers:
         lookahead.texts |= unpack_texts(answer.texts)
@@ -186,7 +186,7 @@ def drafts_of(lengths: DraftLengthPolicy) -> int:
     return CHOOSES_ALARMED if isinstance(lengths, Guarded) and lengths.tripped else CHOOSES
 
 
-def with_workers(rollout: Rollout, process: First | Other) -> Rollout:
+def with_workers(rollout: RolloutEngines, process: First | Other) -> RolloutEngines:
     """Return the engines of a run, generating on the workers of the first process's pool."""
 
     def remote(name: str) -> RemoteEngine:

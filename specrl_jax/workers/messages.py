@@ -1,4 +1,4 @@
-"""What a learner and its rollout workers say to each other, over a connection that both sides authenticate.
+"""Messages between a learner and its rollout workers, over a connection that both sides authenticate.
 
 The learner writes where it listens, and a key, into the workdir. Messages are JSON and arrays (serialize.py), never
 pickles. Nothing is encrypted.
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """Where a learner listens."""
+    """Address at which a learner listens."""
 
     host: str
     port: int
     key: str  # hexadecimal
 
 
-class Hello(NamedTuple):
+class RolloutWorkerHello(NamedTuple):
     """A worker's first message."""
 
     facts: str  # JSON, of io/agreement.py
@@ -73,7 +73,7 @@ class Offer(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """What was drawn of some rollouts."""
+    """Response tokens drawn so far of some rollouts."""
 
     ids: np.ndarray  # [N] int64
     lengths: np.ndarray  # [N] int32
@@ -111,7 +111,7 @@ NO_LATER = Later([], np.zeros(0, np.int64))
 class Ask(NamedTuple):
     """Rollouts to generate, or to begin."""
 
-    engine: str  # a field of Rollout, ENDED or ENOUGH
+    engine: str  # a field of RolloutEngines, ENDED or ENOUGH
     weights: list[Offer]  # of every process of the learner, together whole; none: those at hand
     version: WeightsVersion
     prompts: list[list[int]]  # none: begin those of `later`; where it has none either compile only
@@ -130,8 +130,8 @@ CHOOSES = -1  # the worker's controller says how many
 CHOOSES_ALARMED = -2  # it does while the learner's alarm is on: in probes only
 
 
-class Answer(NamedTuple):
-    """What came of an `Ask`."""
+class WorkerAnswer(NamedTuple):
+    """A worker's answer to an `Ask`."""
 
     rollouts: Rollouts | None  # None: only compiled, or begun
     weights_seconds: float  # until the weights were there

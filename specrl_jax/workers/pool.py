@@ -26,11 +26,11 @@ from specrl_jax.workers.messages import (
     NO_LATER,
     NO_TEXTS,
     Address,
-    Answer,
     Ask,
-    Hello,
     Offer,
+    RolloutWorkerHello,
     Welcome,
+    WorkerAnswer,
     accept,
     check_key,
     deadline,
@@ -70,13 +70,13 @@ Others = Callable[[], list[Offer] | None]
 
 @dataclasses.dataclass
 class _Call:
-    """What one caller waits for."""
+    """One caller's request and the answers to it."""
 
     weights: Weights
     checksum: int
     others: Others
     until: Callable[[], bool]
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    answers: dict[int, WorkerAnswer] = dataclasses.field(default_factory=dict)
     done: int = 0
     ended: bool = False  # nobody waits for it any more
 
@@ -163,7 +163,7 @@ class WorkerPool:
         on_wait: OnProgress,
         others: Others = list,
         until: Callable[[], bool] = lambda: False,
-    ) -> list[Answer]:
+    ) -> list[WorkerAnswer]:
         """Return the answers to `asks`, in their order.
 
         Args:
@@ -188,7 +188,7 @@ class WorkerPool:
 
     @property
     def count(self) -> int:
-        """Workers that are there, and at least 1."""
+        """Return the number of workers that are there, and at least 1."""
         with self._changed:
             return max(1, len(self._workers))
 
@@ -240,7 +240,7 @@ class WorkerPool:
                 with deadline(connection):
                     # Here, where somebody without the key keeps nobody else waiting.
                     check_key(connection, self._key)
-                    hello = receive(connection, Hello)
+                    hello = receive(connection, RolloutWorkerHello)
                     refused = difference(self._facts, json.loads(hello.facts))
                     send(connection, Welcome(refused))
             except Exception:  # of a stranger, or of a worker that has left again
@@ -250,7 +250,7 @@ class WorkerPool:
                 return
             self._employ(connection, hello)
 
-    def _employ(self, connection: Connection, hello: Hello) -> None:
+    def _employ(self, connection: Connection, hello: RolloutWorkerHello) -> None:
         """Give a worker that agrees its jobs."""
         job: _Job | None = None
         held: int | None = None
@@ -298,7 +298,7 @@ class WorkerPool:
         """
         call, offers = job.call, list[Offer]()
         if call.until():  # what it would have begun stays as it is
-            self._note(job, Answer(None, 0.0, ""), name)
+            self._note(job, WorkerAnswer(None, 0.0, ""), name)
             return held
         if held != call.checksum:
             others = call.others()
@@ -313,7 +313,7 @@ class WorkerPool:
         self._note(job, answer, name)
         return call.checksum
 
-    def _note(self, job: _Job, answer: Answer, name: str) -> None:
+    def _note(self, job: _Job, answer: WorkerAnswer, name: str) -> None:
         """Let the caller have the answer to its job."""
         call = job.call
         with self._changed:
@@ -325,7 +325,7 @@ class WorkerPool:
             self._changed.notify_all()
 
 
-def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> Answer:
+def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> WorkerAnswer:
     """Return a worker's answer; it is told once `until` says that what it has begun is enough. Raises EOFError or
     OSError where it leaves.
     """
@@ -334,7 +334,7 @@ def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> A
     while not connection.poll(ENOUGH_SECONDS):
         if not told and (told := until()):
             send(connection, END._replace(engine=ENOUGH))
-    return receive(connection, Answer)
+    return receive(connection, WorkerAnswer)
 
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str:

@@ -20,7 +20,7 @@ import jax
 
 from specrl_jax import distributed
 from specrl_jax.config import Config
-from specrl_jax.decoding.agree import Agree
+from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, WorkersFailed
@@ -49,7 +49,7 @@ Work = Callable[[WorkerPool, OnProgress, Others], T]
 
 
 class Now(enum.IntEnum):
-    """How a call stands in the first process."""
+    """Status of a call in the first process."""
 
     GOES_ON = 0
     IS_DONE = 1
@@ -57,13 +57,13 @@ class Now(enum.IntEnum):
 
 
 class Request(NamedTuple):
-    """What the first process sends to another one."""
+    """A message of the first process to another one."""
 
     call: int  # of an engine; all processes count alike
     rollouts: Rollouts | None  # what came of it; None: its weights are wanted, for one worker
 
 
-class Reply(NamedTuple):
+class OfferReply(NamedTuple):
     """Weights for one worker."""
 
     offer: Offer | None  # None: the call has ended here
@@ -84,7 +84,7 @@ class First:
         """Return metrics of the workers."""
         return self._pool.metrics()
 
-    def together(self, weights: Weights, work: Work[T], agree: Agree, *, on_progress: OnProgress) -> T:
+    def together(self, weights: Weights, work: Work[T], agree: Broadcast, *, on_progress: OnProgress) -> T:
         """Return what comes of `work`; the other processes wait for it, as `on_progress` does in all."""
         self._call += 1
 
@@ -100,7 +100,9 @@ class First:
         agree(int(Now.IS_DONE), 0, 0)
         return found
 
-    def rollouts(self, weights: Weights, work: Work[Rollouts], agree: Agree, *, on_progress: OnProgress) -> Rollouts:
+    def rollouts(
+        self, weights: Weights, work: Work[Rollouts], agree: Broadcast, *, on_progress: OnProgress
+    ) -> Rollouts:
         """Return the rollouts that come of `work`, in every process."""
         found = self.together(weights, work, agree, on_progress=on_progress)
         try:
@@ -117,7 +119,7 @@ class First:
             try:
                 for connection in self._connections:
                     send(connection, Request(call, None))
-                offers = [receive(connection, Reply).offer for connection in self._connections]
+                offers = [receive(connection, OfferReply).offer for connection in self._connections]
             except (EOFError, OSError):
                 raise WorkersFailed("another process of the learner left") from None
         found = [offer for offer in offers if offer is not None]
@@ -144,7 +146,7 @@ class Other:
         """Return nothing: the first process knows the workers."""
         return {}
 
-    def together(self, weights: Weights, work: Work[T], agree: Agree, *, on_progress: OnProgress) -> None:
+    def together(self, weights: Weights, work: Work[T], agree: Broadcast, *, on_progress: OnProgress) -> None:
         """Wait until the first process has done its `work`, and offer these weights until then."""
         self._set(self._call + 1, weights)
         try:
@@ -158,7 +160,9 @@ class Other:
         finally:
             self._set(self._call, None)
 
-    def rollouts(self, weights: Weights, work: Work[Rollouts], agree: Agree, *, on_progress: OnProgress) -> Rollouts:
+    def rollouts(
+        self, weights: Weights, work: Work[Rollouts], agree: Broadcast, *, on_progress: OnProgress
+    ) -> Rollouts:
         """Return the rollouts that the first process sends."""
         self.together(weights, work, agree, on_progress=on_progress)
         with self._changed:
@@ -179,7 +183,7 @@ class Other:
             while True:
                 request = receive(self._connection, Request)
                 if request.rollouts is None:
-                    send(self._connection, Reply(self._offer(request.call)))
+                    send(self._connection, OfferReply(self._offer(request.call)))
                 else:
                     with self._changed:
                         self._rollouts = request.rollouts

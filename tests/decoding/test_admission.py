@@ -11,7 +11,7 @@ import pytest
 
 from kernels_pallas.verify.types import Draft
 from specrl_jax.decoding.admission import admit, flat_inputs, largest_probability, of_shards
-from specrl_jax.decoding.pages import Held, Pool
+from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import cells, toys
@@ -104,8 +104,8 @@ def admission_of(confidence, budget, shards=1, drafted=None):
 def slots_of(B, shards=1, done=(), left=99):
     """Return what `admit` reads of slots: B rows that hold five tokens each and have room for `left`."""
     length = jnp.full(B, 5)
-    pool = Pool(jnp.zeros((shards, 4), jnp.int32), jnp.zeros((shards, 4), jnp.int32), jnp.zeros(shards, jnp.int32))
-    held = Held(jnp.arange(B)[:, None], jnp.ones(B, jnp.int32), jnp.zeros(B, jnp.int32))
+    pool = PagePool(jnp.zeros((shards, 4), jnp.int32), jnp.zeros((shards, 4), jnp.int32), jnp.zeros(shards, jnp.int32))
+    held = PageTable(jnp.arange(B)[:, None], jnp.ones(B, jnp.int32), jnp.zeros(B, jnp.int32))
     empty = toys_slots()
     return dataclasses.replace(
         empty,

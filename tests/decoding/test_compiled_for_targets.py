@@ -11,7 +11,7 @@ import pytest
 from experiments.hlo.count import parse
 from experiments.hlo.iteration import iteration_bytes
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import PARKING, Program
+from specrl_jax.decoding.compiled import PREEMPTION, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -25,7 +25,7 @@ from specrl_jax.drafts.peagle.draft import PEagleDraft
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import LEAST_TOKENS, InferenceConfig, make_rollout_engine
+from specrl_jax.training.inference_engine import LEAST_TOKENS, InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights
 
@@ -167,7 +167,7 @@ def test_no_scores_of_a_whole_row(k):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     "kind, k",
-    [("refill", 0), ("refill", 3), ("compact", 0), ("decode", 0), ("decode", 3), *((kind, 0) for kind in PARKING)],
+    [("refill", 0), ("refill", 3), ("compact", 0), ("decode", 0), ("decode", 3), *((kind, 0) for kind in PREEMPTION)],
 )
 def test_temporaries_are_small_beside_the_pool(platform, kind, k):
     """Calibration decodes with every length on one batch: of those the longest has most."""

@@ -30,7 +30,7 @@ def stopped_and_continued(engine, tables, counts):
     """Draw on under one table after the other, each up to so many finished rollouts; the last to the end."""
     begun, calls = None, []
     for table, count, version in itertools.zip_longest(tables, counts, VERSIONS[: len(tables)], fillvalue=10**6):
-        how = Continuation(version, begun=begun, enough=until(count))
+        how = Continuation(version, partial=begun, enough=until(count))
         begun = engine.generate(table, PROMPTS, SAMPLES, seed=SEED, continuation=how)
         calls.append(begun)
     return calls
@@ -178,6 +178,6 @@ def test_a_call_of_finished_rollouts_draws_nothing():
     with jax.enable_x64(True):
         engine = engine_of(**RECORDED)
         expected = plain(engine, NEW)
-        found = plain(engine, old(1.0), continuation=Continuation(VERSIONS[1], begun=expected))
+        found = plain(engine, old(1.0), continuation=Continuation(VERSIONS[1], partial=expected))
     assert_same(found, expected)
     assert found.chunks == expected.chunks and not found.weights_version.any()

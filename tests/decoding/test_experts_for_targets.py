@@ -16,7 +16,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.models import qwen3
 from specrl_jax.models.grouped import LARGEST, MOST_COPIES, by_ragged_dot
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights
 

@@ -65,7 +65,7 @@ class Deals:
         return full.any()
 
     def park(self):
-        """As `parking.drop_row`."""
+        """As `preemption.drop_row`."""
         row = self.draw(0, B - 1, 1)[0]
         if found := int(self.held.count[row]):
             self.parked.append(found)
@@ -73,7 +73,7 @@ class Deals:
         return found
 
     def restore(self):
-        """As `parking.restore_row`: the pages that it held, all of them its own, in whichever shard has them."""
+        """As `preemption.restore_row`: the pages that it held, all of them its own, in whichever shard has them."""
         row = self.draw(0, B - 1, 1)[0]
         free = self.pool.count[row // (B // self.shards)]
         if fits := bool(self.parked and not self.held.count[row] and free >= self.parked[0]):

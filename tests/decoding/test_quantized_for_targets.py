@@ -21,7 +21,7 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights, policy_weights
 

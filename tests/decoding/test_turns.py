@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import stand_in
-from specrl_jax.decoding import conversing
+from specrl_jax.decoding import multi_turn
 from specrl_jax.decoding.extend import Extension
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
@@ -123,7 +123,7 @@ def test_tokens_do_not_depend_on_the_drafter(drafter):
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("drafter", ["none", "cascade"])
 def test_nor_on_the_order_of_answers_nor_on_what_becomes_of_pages(talk, copies, drafter, monkeypatch):
-    monkeypatch.setattr(conversing, "PATIENCE", 0.0)
+    monkeypatch.setattr(multi_turn, "PATIENCE", 0.0)
     found, _ = run(drafter, talk=talk, num_slots=8, copies_pages=copies, seen=(seen := []))
     assert_same(found)
     assert found.parked.sum() > 20
@@ -168,7 +168,7 @@ def test_no_token_is_computed_twice():
 
 @pytest.mark.slow
 def test_prefilled_again_is_counted(monkeypatch):
-    monkeypatch.setattr(conversing, "PATIENCE", 0.0)
+    monkeypatch.setattr(multi_turn, "PATIENCE", 0.0)
     found, _ = run(num_slots=4, talk={"looks": 2}, copies_pages=False)
     assert (found.prefilled + found.policy_tokens > found.length).any()
 

@@ -39,7 +39,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.heads import drawn_params
 from tests.helpers.long import long_but
@@ -312,7 +312,7 @@ def entries_from_scratch(kind, tokens):
     policy, draft = params_of(kind)
     at, (shape, table) = row_positions(tokens), own_pages(*tokens.shape)
     if kind == "model":
-        text, options = qwen3.Inputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
+        text, options = qwen3.ModelInputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
         run = jax.jit(
             lambda params, cache: qwen3.forward(
                 params, DRAFTS[kind].config, text, partition=ONE, options=options, cache=cache, table=table

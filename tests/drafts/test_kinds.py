@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from kernels_pallas.verify.types import RowSampling
-from specrl_jax.decoding.drafters import Text
+from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts import kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
@@ -88,7 +88,7 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
 
     @jax.jit
     def run(weights, tokens, length, cache):
-        caches = drafter.sync_cache(weights, Text(tokens, length, pages), Caches(None, cache))
+        caches = drafter.sync_cache(weights, CommittedTokens(tokens, length, pages), Caches(None, cache))
         slots = types.SimpleNamespace(
             tokens=tokens,
             length=length,

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from specrl_jax.decoding.turns import Answer
+from specrl_jax.decoding.turns import TurnAnswer
 
 MOST_TURNS = 3
 
@@ -36,7 +36,7 @@ class Talk:
         self.asked.append(turn)
         tokens = said(turn.tokens, self.turns[turn.request], self.V) if turn.ended else None
         cut = turn.ended and self.turns[turn.request] == MOST_TURNS
-        self.waiting.append([self.looks, Answer(turn.request, tokens, cut)])
+        self.waiting.append([self.looks, TurnAnswer(turn.request, tokens, cut)])
 
     def answers(self, seconds):
         if self.order == "random":

@@ -14,4 +14,4 @@ def defined(rows, owners, w):
     return jnp.where((owners < len(w.gate))[:, None, None], out, jnp.nan)
 
 
-by_kernel = functools.partial(grouped.by_kernel, kernel=op.Kernel(defined, lambda x, w: x.dtype != jnp.float64))
+by_kernel = functools.partial(grouped.by_kernel, kernel=op.GroupedKernel(defined, lambda x, w: x.dtype != jnp.float64))

@@ -42,8 +42,8 @@ def random_params(config, seed=0, dtype=np.float32):
 
 def forward(params, config, tokens, positions, partition, cache=None, table=None, **named):
     """`qwen3.forward`, its further inputs and options by name."""
-    arrays = {name: named.pop(name) for name in qwen3.Inputs._fields if name in named}
-    inputs = qwen3.Inputs(tokens, positions, **arrays)
+    arrays = {name: named.pop(name) for name in qwen3.ModelInputs._fields if name in named}
+    inputs = qwen3.ModelInputs(tokens, positions, **arrays)
     return qwen3.forward(
         params, config, inputs, partition=partition, options=qwen3.Options(**named), cache=cache, table=table
     )

@@ -13,7 +13,7 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import random_params
 
 MODEL = qwen3.preset("nano_deep")

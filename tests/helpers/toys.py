@@ -18,7 +18,7 @@ from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify.op import Draft, Noise, verify
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.draft_lengths import FixedLength
-from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, Text, sample_draft
+from specrl_jax.decoding.drafters import NO_DRAFTER, CommittedTokens, Drafter, sample_draft
 from specrl_jax.decoding.engine import make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
@@ -92,9 +92,9 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
 
 
 def watched(engine):
-    """Return a list that gets the name of each parking program as it runs."""
-    names, inner = [], engine.compiled.park
-    engine.compiled.park = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
+    """Return a list that gets the name of each program of preemption as it runs."""
+    names, inner = [], engine.compiled.preempt
+    engine.compiled.preempt = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
     return names
 
 
@@ -177,7 +177,7 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
     """Return a drafter that rebuilds its state each time: `stateful_drafter` must equal it."""
 
     def draft(params, slots, seed, k):
-        text = Text(slots.tokens, slots.length, Table(slots.held.table, slots.held.table))
+        text = CommittedTokens(slots.tokens, slots.length, Table(slots.held.table, slots.held.table))
         buffer = sync_all(None, text, Caches(None, jnp.full_like(slots.cache.draft, UNWRITTEN))).draft
         return _draft_on(jnp.array(table), buffer, slots, seed, k, Sampling(temperature), vocab_map), slots.cache
 

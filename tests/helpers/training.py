@@ -18,7 +18,7 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import loop
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import Learner, RolloutEngines, make_learner, make_rollout, make_scorer
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import Problems, load_problems
@@ -28,7 +28,7 @@ NEVER = threading.Event()
 
 class Run(NamedTuple):
     learner: Learner
-    rollout: Rollout
+    rollout: RolloutEngines
     problems: Problems
     scorer: Scorer
 

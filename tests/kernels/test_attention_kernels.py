@@ -18,7 +18,7 @@ from tests.helpers.long import long_but
 from tests.helpers.paged import draw
 
 INTERPRETED = {
-    name: op.Kernel(functools.partial(module.attend, interpret=interpret), module.fits)
+    name: op.AttentionKernel(functools.partial(module.attend, interpret=interpret), module.fits)
     for name, module, interpret in [("gpu", gpu, GPU), ("tpu", tpu, True), ("tpu, simulated", tpu, TPU)]
 }
 attend = jax.jit(op.attend, static_argnames="kernel")
@@ -86,7 +86,7 @@ def test_what_no_kernel_takes_is_computed_in_blocks():
         ):
             assert not any(module.fits(*arrays[:3]) for module in (gpu, tpu)) or arrays[0].shape[1] > op.MOST_QUERIES
             for module in (gpu, tpu):
-                taken = op.Kernel(lambda *_: pytest.fail("the kernel ran"), module.fits)
+                taken = op.AttentionKernel(lambda *_: pytest.fail("the kernel ran"), module.fits)
                 found = attend(*arrays, kernel=taken)
                 np.testing.assert_array_equal(found, jax.jit(blocks.attend)(*arrays))
 

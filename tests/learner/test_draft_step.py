@@ -39,8 +39,8 @@ from specrl_jax.models import qwen3
 from specrl_jax.rl.draft_losses import LOSSES, draft_loss_mask
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.initial import initial_vocab_map
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.update import update
 from tests.helpers.long import long_but
 from tests.helpers.training import make_run

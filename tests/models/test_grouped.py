@@ -145,7 +145,7 @@ def test_sums_by_the_interpreted_kernel():
     w = {"gate": (E, 128, 64), "up": (E, 128, 64), "down": (E, 64, 128)}
     w = narrow({name: rng.normal(size=size) / np.sqrt(size[1]) for name, size in w.items()}, jnp.bfloat16)
     x, share, chosen = narrow(x, jnp.bfloat16), narrow(share), jnp.asarray(chosen, jnp.int32)
-    kernel = op.Kernel(functools.partial(gpu.swiglu, interpret=GPU), gpu.fits)
+    kernel = op.GroupedKernel(functools.partial(gpu.swiglu, interpret=GPU), gpu.fits)
     found = grouped.by_kernel(x, share, chosen, w, TOTAL, kernel)
     exact = by_loop(narrow(x), share, chosen, narrow(w))
     # The product before the last is rounded to 8 bits.
@@ -156,7 +156,7 @@ def test_sums_by_the_interpreted_kernel():
 def test_what_a_kernel_does_not_take_is_summed_by_tiles():
     x, share, chosen, w = draw("anywhere")
     arguments = *narrow((x, share)), jnp.asarray(chosen, jnp.int32), narrow(w), TOTAL
-    kernel = op.Kernel(lambda *_: pytest.fail("the kernel ran"), lambda *_: False)
+    kernel = op.GroupedKernel(lambda *_: pytest.fail("the kernel ran"), lambda *_: False)
     np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
 
 

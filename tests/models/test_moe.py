@@ -56,7 +56,7 @@ def cached(config, partition):
 
     def run(params, tokens, positions, cache, table):
         return qwen3.forward(
-            params, config, qwen3.Inputs(tokens, positions), partition=partition, cache=cache, table=table
+            params, config, qwen3.ModelInputs(tokens, positions), partition=partition, cache=cache, table=table
         )
 
     return jax.jit(run)

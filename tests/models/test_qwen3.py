@@ -109,7 +109,7 @@ def cached(config, partition, **static):
     """`qwen3.forward` over pages, jitted once for each set of static arguments: its output, and the pages after it."""
 
     def run(params, tokens, positions, paged):
-        inputs, options = qwen3.Inputs(tokens, positions), qwen3.Options(**static)
+        inputs, options = qwen3.ModelInputs(tokens, positions), qwen3.Options(**static)
         out = qwen3.forward(
             params, config, inputs, partition=partition, options=options, cache=paged.cache, table=paged.table
         )
@@ -152,9 +152,9 @@ def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monk
         return gpu.attend_fused(*arrays, interpret=GPU)
 
     def logits(**fused):
-        kernel = op.Kernel(functools.partial(gpu.attend, interpret=GPU), gpu.fits, **fused)
+        kernel = op.AttentionKernel(functools.partial(gpu.attend, interpret=GPU), gpu.fits, **fused)
         monkeypatch.setattr(op, "kernel_of", lambda device: kernel)
-        inputs, options = qwen3.Inputs(tokens, row_positions(tokens)), qwen3.Options()
+        inputs, options = qwen3.ModelInputs(tokens, row_positions(tokens)), qwen3.Options()
         run = functools.partial(qwen3.forward, config=config, inputs=inputs, partition=partition, options=options)
         network.decoded_layer.clear_cache()  # it was traced with another kernel
         out = jax.jit(run)(rollout, cache=cache, table=table)

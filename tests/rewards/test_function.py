@@ -10,7 +10,7 @@ import pytest
 
 from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.rewards.function import Returned, call, load, read
-from specrl_jax.rewards.messages import Context, Row
+from specrl_jax.rewards.messages import Context, RewardInput
 from specrl_jax.rewards.scorer import Scorer
 from tests.helpers.runs import ROOT
 
@@ -193,14 +193,14 @@ def test_a_file_that_cannot_be(name, said):
 )
 def test_a_reward_that_does_not_fit_the_data_is_refused(module, name, said):
     with Scorer((f"{module}:{name}",), workers=1) as scorer, pytest.raises(InputError) as refused:
-        scorer.try_rows([Row("4", "4", Context("2+2", {}, [1]))])
+        scorer.try_rows([RewardInput("4", "4", Context("2+2", {}, [1]))])
     tried = "called with the first row of the data, its answer as the response"
     assert str(refused.value) == f"reward.name={module}:{name}: {tried}: {said}"
 
 
 def test_a_reward_that_fits_is_not(module):
     with Scorer((f"{module}:graded", "exact"), workers=1) as scorer:
-        scorer.try_rows([Row("4", "4", Context("2+2", {}, [1]))])
+        scorer.try_rows([RewardInput("4", "4", Context("2+2", {}, [1]))])
 
 
 def test_a_reward_that_fails_for_every_answer_ends_the_run(module):

@@ -19,7 +19,7 @@ from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
 from specrl_jax.rewards.function import Function
-from specrl_jax.rewards.messages import Context, Outcome, Row, receive, send
+from specrl_jax.rewards.messages import Context, Outcome, RewardInput, receive, send
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, OwnAnswer, Scorer
 
@@ -82,8 +82,8 @@ def test_parts_total_and_correct():
 )
 def test_extracted_answers(name, response, stated):
     reader = worker.BUILT_IN[name].extract if name in worker.BUILT_IN else None
-    one = worker.Worker({name: Function(lambda *_: 1.0)}, reader, 4 * GIB, base=worker.address_space())
-    assert worker.score_row(one, Row(response, "")) == Outcome((1.0,), extracted=stated)
+    one = worker.RewardWorker({name: Function(lambda *_: 1.0)}, reader, 4 * GIB, base=worker.address_space())
+    assert worker.score_row(one, RewardInput(response, "")) == Outcome((1.0,), extracted=stated)
 
 
 def test_a_thought_that_the_prompt_begins_is_the_responses():
@@ -100,7 +100,7 @@ def test_a_thought_that_the_prompt_begins_is_the_responses():
 
 def test_a_row_whose_own_answer_earns_nothing_is_refused(scorer):
     def own(response, answer):
-        return OwnAnswer("data.jsonl:3", "math", Row(response, answer))
+        return OwnAnswer("data.jsonl:3", "math", RewardInput(response, answer))
 
     scorer.require_own([])
     scorer.require_own([own("\\boxed{1/2}", "0.5")])
@@ -259,11 +259,11 @@ def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "LOSSES", 2)
     workers = Workers(("aborts:f",), 1.0, 2, memory=GIB)
     with pytest.raises(RunFailed, match=r"^reward workers die: 4 times in a row; the last was ended by SIGABRT$"):
-        workers.score([Row("#1", "1")] * 3)
+        workers.score([RewardInput("#1", "1")] * 3)
 
 
 def test_workers_outlive_the_thread_that_first_used_them():
-    workers, rows = Workers(("tests.rewards.hostile:pid",), 5.0, 1, memory=GIB), [Row("a", "")]
+    workers, rows = Workers(("tests.rewards.hostile:pid",), 5.0, 1, memory=GIB), [RewardInput("a", "")]
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(workers.score, rows).result()
     time.sleep(0.3)
@@ -335,7 +335,7 @@ def test_fuzz():
     """300 of the answers of experiments/robustness/rewards.py."""
     cases = robustness.cases(300, seed=1)
     workers = Workers(("math",), LIMIT, 2, memory=GIB)
-    outcomes = workers.score([Row(case.response, case.answer) for case in cases])
+    outcomes = workers.score([RewardInput(case.response, case.answer) for case in cases])
     workers.close()
     found = robustness.check_fuzz(cases, outcomes)
     assert found["rewarded_while_wrong"] == 0 and found["right_not_rewarded"] == 0, found

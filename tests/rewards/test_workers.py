@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from specrl_jax.errors import RunFailed
-from specrl_jax.rewards.messages import Outcome, Row, parse_outcome
+from specrl_jax.rewards.messages import Outcome, RewardInput, parse_outcome
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
 from tests.rewards.test_scorer import run_program, wait_for_end
@@ -125,7 +125,7 @@ def test_workers_that_are_killed_again_and_again_end_the_run():
     thread.start()
     try:
         with pytest.raises(RunFailed, match=r"^reward workers die: 5 times in a row; the last was ended by SIGKILL$"):
-            workers.score([Row("", "")] * 3)
+            workers.score([RewardInput("", "")] * 3)
     finally:
         stop.set()
         thread.join()
@@ -137,7 +137,7 @@ def test_what_a_worker_sends_is_checked(message):
     """A reward that writes into its worker's channel: its answer fails, its neighbour is scored, nothing blocks."""
     workers = Workers((f"{FORKS}:forge",), 20.0, 1, memory=GIB)
     begun = time.monotonic()
-    forged, scored = workers.score([Row("forge", message), Row("a", "b")])
+    forged, scored = workers.score([RewardInput("forge", message), RewardInput("a", "b")])
     workers.close()
     assert (forged.failure, forged.rewards, scored.failure, scored.rewards) == ("died", (), "", (1.0,))
     assert forged.detail == "the worker sent nonsense"

@@ -12,7 +12,7 @@ import pytest
 
 from configs import draft_tiny, rlzero_tiny
 from specrl_jax.config import from_config_dict
-from specrl_jax.data.files import Row
+from specrl_jax.data.files import DataRow
 from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError, Stopped
@@ -334,7 +334,7 @@ TOKENIZER = CharTokenizer()
 
 
 def row_of(**content):
-    return Row("answers.jsonl:1", {"prompt": "1+2\n"} | content, "")
+    return DataRow("answers.jsonl:1", {"prompt": "1+2\n"} | content, "")
 
 
 def test_a_row_of_rollouts_is_read_by_its_tokens():

@@ -116,7 +116,7 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
     partition = partitioner(one_device(), LEARNER)
     policy = hf.load_params(str(folders / "policy"), NANO, partition, dtype=jnp.float32)
     logits = jax.jit(
-        lambda w: qwen3.forward(w, NANO, qwen3.Inputs(rows.tokens, rows.positions), partition=partition).logits
+        lambda w: qwen3.forward(w, NANO, qwen3.ModelInputs(rows.tokens, rows.positions), partition=partition).logits
     )
     sampling = Sampling(ROLLOUT.temperature, ROLLOUT.top_k, ROLLOUT.top_p)
     probs = final_probs(np.asarray(logits(policy))[rows.mask], sampling)

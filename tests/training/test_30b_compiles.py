@@ -23,7 +23,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers.abstract import inference_weights, minibatch
 
 pytestmark = pytest.mark.slow

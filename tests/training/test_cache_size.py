@@ -19,7 +19,7 @@ from specrl_jax.models.cache import GB
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import cache_size
 from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
-from specrl_jax.training.rollouts import InferenceConfig, Target, check_cache_length
+from specrl_jax.training.inference_engine import InferenceConfig, Target, check_cache_length
 
 PAGE = 3_000_000  # bytes
 LIMITS = EngineConfig(8, 100, 900, chunk=4, page_tokens=64)

@@ -11,7 +11,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import EnvironmentConfig, from_config_dict
-from specrl_jax.data.files import Row
+from specrl_jax.data.files import DataRow
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, parse_problem
 from specrl_jax.data.schemas import Schema
@@ -20,7 +20,7 @@ from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.turns import Turn
 from specrl_jax.errors import InputError, Stopped
-from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, Reply
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
 from specrl_jax.rewards.messages import Context, Outcome
 from specrl_jax.rewards.scorer import GIB, Scorer, Scores
 from specrl_jax.sharding import make_mesh
@@ -167,7 +167,7 @@ def test_an_environment_gets_the_prompt_before_the_chat_template():
     asked, first = {"role": "user", "content": "1+1"}, {"role": "system", "content": "S"}
 
     def prompt_of(prompt, **format):
-        row = Row("a.jsonl:1", {"prompt": prompt, "answer": "2", "level": 1}, "")
+        row = DataRow("a.jsonl:1", {"prompt": prompt, "answer": "2", "level": 1}, "")
         problem = parse_problem(row, Schema("prompt", "answer"), PromptFormat(**format), tokenizer=CharTokenizer())
         found = row_of(problem)
         assert found["answer"] == "2" and found["level"] == 1
@@ -194,7 +194,7 @@ class Told:
         return Conversation(next(self.opened), row, seed)
 
     def submit(self, conversation, text, turns, replies):
-        replies.put(Reply(conversation.session, self.left[conversation.session].pop(0), 0.0))
+        replies.put(TurnResult(conversation.session, self.left[conversation.session].pop(0), 0.0))
 
     def release(self, conversation):
         pass

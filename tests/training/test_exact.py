@@ -11,7 +11,7 @@ from configs import rlzero_tiny
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training import begun, loop
+from specrl_jax.training import lookahead_buffer, loop
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import assert_refused, lower_case, make_run, saved, train, untimed
 
@@ -134,8 +134,8 @@ class Counting:
 def test_what_begins_early_are_the_problems_that_its_step_takes():
     """Whether or not the steps before it take further rounds."""
     for takes_more in (False, True):
-        upcoming = begun.Upcoming(Counting(), rounds=2)
-        assert (upcoming.take(), upcoming.ahead(2)) == ([0], [[2], [4]])
+        upcoming = lookahead_buffer.Upcoming(Counting(), rounds=2)
+        assert (upcoming.take(), upcoming.peek(2)) == ([0], [[2], [4]])
         if takes_more:
             assert upcoming.take_more() == [1]
         assert (upcoming.position, upcoming.take(), upcoming.position) == (1, [2], 3)
@@ -155,7 +155,9 @@ def test_rounds_of_a_step_take_no_problems_of_later_ones(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         run = run_of(tmp_path / name, mode, often_equal, {"grpo": {"sampling_rounds": 2}})
         if not begins:
-            monkeypatch.setattr(begun.Begun, "after", lambda self, step: Lookahead([], np.zeros(0, np.int64)))
+            monkeypatch.setattr(
+                lookahead_buffer.LookaheadBuffer, "after", lambda self, step: Lookahead([], np.zeros(0, np.int64))
+            )
         rows = train(run, tmp_path / name / "run")[1:]
         monkeypatch.undo()
         monkeypatch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})

@@ -8,7 +8,7 @@ import pytest
 
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
-from specrl_jax.training.partial import NOTHING_LEFT, Left, enough_groups, own_left
+from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS, PartialRollouts, enough_groups, local_partial_rollouts
 from specrl_jax.training.prompt_lengths import SeenLengths
 from tests.helpers.training import assert_refused, saved, train, untimed
 from tests.training.test_dynamic_sampling import rollouts_of
@@ -77,12 +77,12 @@ def test_without_carrying_the_other_groups_are_dropped(tmp_path):
 
 
 def test_other_processes_do_not_take_what_was_left():
-    left = Left([], rollouts_of(0))
-    assert own_left([left]) is left and own_left([]).rollouts is None
+    left = PartialRollouts([], rollouts_of(0))
+    assert local_partial_rollouts([left]) is left and local_partial_rollouts([]).rollouts is None
     with pytest.raises(InputError, match="2 processes began this run, and 1 resume it"):
-        own_left([left, left])
+        local_partial_rollouts([left, left])
     seen = SeenLengths(np.array([7], np.uint64), np.array([2.0], np.float32))
-    assert own_left([NOTHING_LEFT._replace(seen=seen)] * 2).seen.prompts.tolist() == [7, 7]
+    assert local_partial_rollouts([NO_PARTIAL_ROLLOUTS._replace(seen=seen)] * 2).seen.prompts.tolist() == [7, 7]
 
 
 WRONG = [

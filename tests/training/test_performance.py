@@ -42,7 +42,7 @@ def test_operations_are_those_that_the_compiler_counts():
 
     def decode(params, tokens, positions, cache, table):
         return qwen3.forward(
-            params, c, qwen3.Inputs(tokens, positions), partition=partition, cache=cache, table=table
+            params, c, qwen3.ModelInputs(tokens, positions), partition=partition, cache=cache, table=table
         ).logits
 
     compiled = jax.jit(decode).lower(params, tokens, tokens, cache, kv.Table(rows, rows)).compile()

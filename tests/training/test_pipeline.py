@@ -18,9 +18,9 @@ from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.devices import Devices
-from specrl_jax.training.generation import Ahead, RolloutBatch
+from specrl_jax.training.generation import PrefetchedRollouts, RolloutBatch
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.partial import NOTHING_LEFT
+from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS
 from specrl_jax.training.pipeline import AHEAD, Async, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.long import long_but
@@ -41,7 +41,7 @@ class Recorder:
             raise ValueError("the engine broke")
         self.used[step] = policy
         self.ahead.append(step - self.learning)
-        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NOTHING_LEFT])
+        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NO_PARTIAL_ROLLOUTS])
 
 
 def no_problems():
@@ -188,7 +188,7 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
 
     def generate(log, step, problems, policy, newer):
         log.append(("generate", step, policy))
-        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NOTHING_LEFT])
+        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NO_PARTIAL_ROLLOUTS])
 
     def learn(log, made, devices, pauses):
         for step in range(1, LAST + 1):
@@ -219,10 +219,10 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
 
 
 def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
-    ahead = Ahead([RolloutBatch([], {}, {}, left=[])], [NOTHING_LEFT])
-    host = with_rollouts(HostState({}, {}), ahead)
+    prefetched = PrefetchedRollouts([RolloutBatch([], {}, {}, left=[])], [NO_PARTIAL_ROLLOUTS])
+    host = with_rollouts(HostState({}, {}), prefetched)
     found = without_rollouts(host)[0]
-    assert found.batches == ahead.batches and [left.problems for left in found.left] == [[]]
+    assert found.batches == prefetched.batches and [left.problems for left in found.left] == [[]]
     del host.values[AHEAD]["batches"][0]["seconds"]
     with pytest.raises(InputError, match="the rollouts ahead lack 'seconds', an older version wrote them"):
         without_rollouts(host)

@@ -170,7 +170,7 @@ def test_a_rollout_that_goes_on_in_a_later_call_has_the_record_of_that_call():
     stops = Continuation(enough=lambda finished: finished.sum() >= 4)
     first = engine.generate(old, prompts, 3, seed=3, continuation=stops)
     assert len(first.experts) == (first.length - 1)[first.finished].sum() and 4 <= first.finished.sum() < 18
-    found = engine.generate(weights, prompts, 3, seed=3, continuation=Continuation(begun=first))
+    found = engine.generate(weights, prompts, 3, seed=3, continuation=Continuation(partial=first))
     assert found.finished.all()
     assert_honest(found.take(~first.finished))
     np.testing.assert_array_equal(found.take(first.finished).experts, first.experts)

@@ -24,7 +24,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped, WorkersFailed
 from specrl_jax.sharding import make_mesh
-from specrl_jax.tasks.rollout import Worker
+from specrl_jax.tasks.rollout import RolloutWorker
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers import transfer
 from specrl_jax.workers.engine import RemoteEngine, drafts_of, rollout_ids
@@ -33,10 +33,10 @@ from specrl_jax.workers.messages import (
     CHOOSES_ALARMED,
     ENDED,
     ENOUGH,
-    Answer,
     Ask,
-    Hello,
+    RolloutWorkerHello,
     Welcome,
+    WorkerAnswer,
     open_connection,
     pack_texts,
     read_address,
@@ -73,12 +73,12 @@ def joined(pool, name, facts=FACTS):
     """Return (connection, the learner's answer)."""
     address = read_address(pool.workdir)
     connection = open_connection(address)
-    send(connection, Hello(json.dumps(facts), name, 2))
+    send(connection, RolloutWorkerHello(json.dumps(facts), name, 2))
     return connection, receive(connection, Welcome)
 
 
 def worker(pool, name, answer):
-    """Work in a thread until the pool ends; `answer` makes an Answer of an Ask, or raises EOFError to leave."""
+    """Work in a thread until the pool ends; `answer` makes a WorkerAnswer of an Ask, or raises EOFError to leave."""
     connection, welcome = joined(pool, name)
     assert not welcome.refused
     seen = []
@@ -95,7 +95,7 @@ def worker(pool, name, answer):
 
 def nothing(ask):
     """Answer without rollouts."""
-    return Answer(None, 0.25, "")
+    return WorkerAnswer(None, 0.25, "")
 
 
 def never(done, total):
@@ -167,7 +167,7 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
             if slow:
                 assert connection.poll(10) and receive(connection, Ask).engine == ENOUGH
             drawn = {int(i): np.array([i, i], np.int32) for i in ask.later.ids}
-            send(connection, Answer(None, 0.0, "", texts=pack_texts(drawn, ask.later.ids), finished=not slow))
+            send(connection, WorkerAnswer(None, 0.0, "", texts=pack_texts(drawn, ask.later.ids), finished=not slow))
             assert not receive(connection, Ask).prompts  # of the next call
 
     enough = threading.Event()
@@ -188,19 +188,19 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
 
 
 def test_a_worker_that_hears_too_late_that_it_is_enough_goes_on():
-    worker = Worker.__new__(Worker)
+    worker = RolloutWorker.__new__(RolloutWorker)
     worker._servers, worker._stop = {"127.0.0.1": types.SimpleNamespace(connect=never)}, never
-    worker._answer = lambda ask, connect, until: Answer(None, 0.0, "", finished=True)
+    worker._answer = lambda ask, connect, until: WorkerAnswer(None, 0.0, "", finished=True)
     with connected() as (ours, theirs):
         works = in_thread(lambda: worker.work(theirs))
         for engine in (ENOUGH, "engine", ENOUGH, ENDED):
             send(ours, END._replace(engine=engine))
-        assert ours.poll(10) and receive(ours, Answer).finished and works() is None
+        assert ours.poll(10) and receive(ours, WorkerAnswer).finished and works() is None
         assert not ours.poll(), "it answered once"
 
 
 def test_a_failure_of_a_worker_ends_the_run(pool):
-    worker(pool, "w", lambda ask: Answer(None, 0.0, "ValueError: no room"))
+    worker(pool, "w", lambda ask: WorkerAnswer(None, 0.0, "ValueError: no room"))
     with pytest.raises(WorkersFailed, match="rollout worker w: ValueError: no room"):
         pool.run(weights(), asks(2), 2, on_wait=never)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, branches, stand_in
-from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import (
@@ -268,7 +268,7 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
             draft = dataclasses.replace(draft, confidence=jax.nn.sigmoid(confidence_logits(params.draft, read)))
         return draft, slots.cache._replace(draft=cache)
 
-    def sync_cache(params: Weights, text: Text, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
+    def sync_cache(params: Weights, text: CommittedTokens, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
         return cache  # every forward of the target brings it level
 
-    return Drafter(config.length, draft_fn, sync_cache, ahead=c.slots - 1)
+    return Drafter(config.length, draft_fn, sync_cache, uncommitted=c.slots - 1)

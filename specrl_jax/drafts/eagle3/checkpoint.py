@@ -34,7 +34,7 @@ import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
-from specrl_jax.drafts.eagle3.formats import FORMATS, Format
+from specrl_jax.drafts.eagle3.formats import FORMATS, Eagle3Format
 from specrl_jax.drafts.eagle3.network import Eagle3Config, param_specs
 from specrl_jax.drafts.vocab_ids import drafted, read_ids, vocab_tensors
 from specrl_jax.errors import InputError
@@ -119,7 +119,7 @@ def _find(folder: str) -> tuple[TensorFolder, str]:
     return source, formats.find_format(source.config(), source.names())
 
 
-def _check_tensors(source: TensorFolder, found: Format, head: Eagle3Config, target: Qwen3Config) -> None:
+def _check_tensors(source: TensorFolder, found: Eagle3Format, head: Eagle3Config, target: Qwen3Config) -> None:
     """Raise InputError for missing or further tensors, and for other shapes."""
     specs = in_format(param_specs(head), found, source)
     names = set(source.names())
@@ -140,7 +140,7 @@ def _check_tensors(source: TensorFolder, found: Format, head: Eagle3Config, targ
     source.check(specs)
 
 
-def in_format(specs: Specs, found: Format, source: TensorFolder | None = None) -> Specs:
+def in_format(specs: Specs, found: Eagle3Format, source: TensorFolder | None = None) -> Specs:
     """Return the specs of a head in the names of a format, and in SGLang's earlier ones where the source has these."""
     names = () if source is None else source.names()
 

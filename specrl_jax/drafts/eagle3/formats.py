@@ -17,17 +17,17 @@ from specrl_jax.models.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
-    """How one family of checkpoints stores a head."""
+class Eagle3Format:
+    """Layout in which one family of checkpoints stores a head."""
 
     layer: str  # prefix of the layer's tensors
     nested: bool  # sizes are in config.json's transformer_layer_config
 
 
 FORMATS = {
-    "sglang": Format("midlayer.", nested=False),
-    "vllm": Format("layers.0.", nested=False),
-    "speculators": Format("layers.0.", nested=True),
+    "sglang": Eagle3Format("midlayer.", nested=False),
+    "vllm": Eagle3Format("layers.0.", nested=False),
+    "speculators": Eagle3Format("layers.0.", nested=True),
 }
 NESTED = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # architectures that speculators writes
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -19,7 +19,7 @@ BLOCK = 256  # positions compared at a time; at least the longest match
 
 
 class Match(NamedTuple):
-    """Where the last tokens of each row stood before; with length 0 the other fields are meaningless."""
+    """Earlier occurrence of the last tokens of each row; with length 0 the other fields are meaningless."""
 
     text: jax.Array  # [B] int32
     position: jax.Array  # [B] int32, of the token after the match

@@ -35,8 +35,8 @@ from specrl_jax.sharding import Partitioner
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
-    """How one family of checkpoints stores a head."""
+class MTPFormat:
+    """Layout in which one family of checkpoints stores a head."""
 
     prefix: str  # of every tensor, up to the layer's number
     renamed: dict[str, str]  # DeepSeek's names -> this format's
@@ -48,8 +48,8 @@ class Format:
 
 
 FORMATS = {
-    "deepseek": Format("model.layers.", {}, hidden_first=False),
-    "mimo": Format(
+    "deepseek": MTPFormat("model.layers.", {}, hidden_first=False),
+    "mimo": MTPFormat(
         "model.mtp_layers.",
         {
             "enorm.weight": "token_layernorm.weight",
@@ -128,13 +128,13 @@ def save(
 class _HeadFolder(TensorFolder):
     """A folder whose projection is read embedding first, whatever its format."""
 
-    format: Format
+    format: MTPFormat
 
     def tensor(self, name: str) -> np.ndarray:
         return _embedding_first(super().tensor(name), self.format, name)
 
 
-def _embedding_first(tensor: np.ndarray, found: Format, name: str) -> np.ndarray:
+def _embedding_first(tensor: np.ndarray, found: MTPFormat, name: str) -> np.ndarray:
     """Exchange the two halves of a projection's inputs where the format's order is not ours; its own inverse."""
     if not (found.hidden_first and name.endswith("." + found.name("eh_proj.weight"))):
         return tensor
@@ -157,7 +157,7 @@ def _find(folder: str) -> tuple[_HeadFolder, int]:
     return found[0]
 
 
-def _specs(config: mtp.MTPConfig, found: Format, index: int) -> Specs:
+def _specs(config: mtp.MTPConfig, found: MTPFormat, index: int) -> Specs:
     """Return `mtp.param_specs` in the names of a format."""
 
     def named(spec: ParamSpec) -> ParamSpec:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, stand_in
-from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
@@ -219,7 +219,7 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
             draft=cache
         )
 
-    def sync_cache(params: Weights, text: Text, cache: Caches[PairsCache]) -> Caches[PairsCache]:
+    def sync_cache(params: Weights, text: CommittedTokens, cache: Caches[PairsCache]) -> Caches[PairsCache]:
         def update(pairs: kv.Paging, cache: PairsCache) -> PairsCache:
             return run(params, *committed(params, text.tokens, pairs, cache), pairs, cache)[1]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, stand_in
-from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig
@@ -152,7 +152,7 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
         drafted = draft_tokens(step, slots, seed, k=k, vocab_map=params.vocab_map, config=config)
         return drafted, slots.cache._replace(draft=cache)
 
-    def sync_cache(params: Weights, text: Text, cache: Caches[DraftCache]) -> Caches[DraftCache]:
+    def sync_cache(params: Weights, text: CommittedTokens, cache: Caches[DraftCache]) -> Caches[DraftCache]:
         def update(pairs: kv.Paging, cache: DraftCache) -> DraftCache:
             hidden, embedded = committed(params, text.tokens, pairs, cache)
             return head.write_pairs(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, shift_left, stand_in
-from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
@@ -77,7 +77,7 @@ class SmallModelDraft:
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
         rows, options = inputs.rows, qwen3.Options(dtype=inputs.dtype, return_logits=False)
-        text = qwen3.Inputs(rows.tokens, rows.positions, rows.segments)
+        text = qwen3.ModelInputs(rows.tokens, rows.positions, rows.segments)
         out = qwen3.forward(params, self.config, text, partition=partition, options=options)
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(inputs.steps)])
         return outputs, qwen3.lm_head_weight(params, self.config)
@@ -111,7 +111,10 @@ def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
     def forward(
         params: Weights, tokens: jax.Array, paging: kv.Paging, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        options, inputs = qwen3.Options(dtype=config.dtype, return_logits=False), qwen3.Inputs(tokens, paging.positions)
+        options, inputs = (
+            qwen3.Options(dtype=config.dtype, return_logits=False),
+            qwen3.ModelInputs(tokens, paging.positions),
+        )
         out = qwen3.forward(
             params.draft, model, inputs, partition=config.partition, options=options, cache=cache, table=paging.table
         )
@@ -132,7 +135,7 @@ def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
         drafted = draft_tokens(step, slots, seed, k=k, vocab_map=None, config=config)
         return drafted, slots.cache._replace(draft=cache)
 
-    def sync_cache(params: Weights, text: Text, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
+    def sync_cache(params: Weights, text: CommittedTokens, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
         def update(paging: kv.Paging, cache: kv.KVCache) -> kv.KVCache:
             tokens = jnp.take_along_axis(text.tokens, paging.positions, axis=1, mode="clip")
             return forward(params, tokens, paging, cache)[1]

@@ -45,7 +45,7 @@ def twin_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
             nonlocal cache
             inputs = last if token is None else token[:, None]
             paging = slots.place(slots.length[:, None] - 1 + i)
-            text = qwen3.Inputs(inputs, paging.positions)
+            text = qwen3.ModelInputs(inputs, paging.positions)
             out = qwen3.forward(
                 own, model, text, partition=config.partition, options=options, cache=cache, table=paging.table
             )

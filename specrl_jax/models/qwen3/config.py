@@ -29,7 +29,7 @@ class Qwen3Config:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the rotary positions support."""
+        """Return the tokens of the longest sequence that the rotary positions support."""
         return max(self.max_positions, self.yarn.reach if self.yarn else 0)
 
     @property

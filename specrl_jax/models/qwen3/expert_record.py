@@ -22,7 +22,7 @@ def record_dtype(config: Qwen3Config) -> jnp.dtype:
 def init_record(config: Qwen3Config, shape: kv.PageShape) -> jax.Array:
     """Return an empty pool [C, T, L k], which lies in the pages of keys and values.
 
-    So it is shared, parked and moved with them, and a refused draft's record is overwritten as its keys are.
+    So it is shared, preempted and moved with them, and a refused draft's record is overwritten as its keys are.
     """
     return kv.init_tokens(config.layers * config.experts_per_token, shape._replace(dtype=record_dtype(config)))
 

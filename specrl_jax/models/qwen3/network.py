@@ -23,7 +23,7 @@ from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """The text of a forward pass. Segments, targets and counted tokens are for the training layout."""
 
     tokens: jax.Array  # [B, T] int32
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to run a forward pass. Hashable: static under jit."""
+    """Options of a forward pass. Hashable: static under jit."""
 
     dtype: jnp.dtype = jnp.float32  # of the activations; weights are cast to it
     aux_layers: tuple[int, ...] = ()  # return the residual stream entering these layers (EAGLE-3's convention)
@@ -73,7 +73,7 @@ class Output(NamedTuple):
 def forward(
     params: Params,
     config: Qwen3Config,
-    inputs: Inputs,
+    inputs: ModelInputs,
     *,
     partition: Partitioner,
     options: Options = DEFAULT,

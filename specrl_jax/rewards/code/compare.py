@@ -1,4 +1,4 @@
-"""When an output or a returned value is the expected one. Runs outside of the sandbox."""
+"""Compare outputs and returned values with the expected ones. Runs outside of the sandbox."""
 
 import math
 import re

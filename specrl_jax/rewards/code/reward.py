@@ -19,7 +19,7 @@ MARGIN = 1.0  # seconds of reward.timeout that are left to end the last program
 
 
 class CodeOptions(NamedTuple):
-    """What reward workers are told."""
+    """Options of the reward `code`, sent to its workers."""
 
     sandbox: Chosen
     partial: bool  # pay the share of passed tests; else all or nothing

@@ -1,4 +1,4 @@
-"""What an environment is: something that answers the turns of a policy and rewards them."""
+"""Protocol of an environment: it answers the turns of a policy and rewards them."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -8,7 +8,7 @@ Message = Mapping[str, str]
 
 
 class Step(NamedTuple):
-    """What an environment makes of a turn; a plain tuple of the four does as well."""
+    """An environment's result for a turn; a plain tuple of the four does as well."""
 
     messages: Sequence[Message] | None  # appended to the conversation; None: it has ended
     reward: float = 0.0  # a rollout has the sum over its turns

@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specrl_jax.rewards.environments.session import MOST_OPEN, PREFIX
-from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
+from specrl_jax.rewards.messages import Context, NotScored, Outcome, RewardInput
 from specrl_jax.rewards.pool import ATTEMPTS, LOSSES
 from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
 
 
 class Conversation(NamedTuple):
-    """What an environment begins with."""
+    """A conversation's session, data row and seed."""
 
     session: int  # a number of its own
     row: Mapping[str, object]
     seed: int
 
 
-class Reply(NamedTuple):
-    """What came of a turn."""
+class TurnResult(NamedTuple):
+    """A worker's result for a turn."""
 
     session: int
     outcome: Outcome
@@ -40,12 +40,14 @@ class _Task(NamedTuple):
     conversation: Conversation
     text: str
     turns: Sequence[str] | None  # the texts before; None: begin only
-    replies: "queue.SimpleQueue[Reply | BaseException]"
+    replies: "queue.SimpleQueue[TurnResult | BaseException]"
 
-    def row(self) -> Row:
+    def row(self) -> RewardInput:
         """Return the turn as a worker reads it."""
         session, row, seed = self.conversation
-        return Row(self.text, "", Context(row={"session": session, "row": row, "seed": seed, "turns": self.turns}))
+        return RewardInput(
+            self.text, "", Context(row={"session": session, "row": row, "seed": seed, "turns": self.turns})
+        )
 
 
 class _Holder(NamedTuple):
@@ -118,7 +120,7 @@ class EnvironmentWorkers:
         text: str,
         turns: Sequence[str] | None,
         *,
-        replies: "queue.SimpleQueue[Reply | BaseException]",
+        replies: "queue.SimpleQueue[TurnResult | BaseException]",
     ) -> None:
         """Hand over a turn, whose reply will be put into `replies`; None as `turns`: only begin the conversation.
 
@@ -140,7 +142,7 @@ class EnvironmentWorkers:
             try:
                 begin = time.monotonic()
                 outcome = self._answer(task, place, workers)
-                task.replies.put(Reply(task.conversation.session, outcome, time.monotonic() - begin))
+                task.replies.put(TurnResult(task.conversation.session, outcome, time.monotonic() - begin))
             except BaseException as error:
                 task.replies.put(error)
 

@@ -30,10 +30,10 @@ _ORDER = {"<": sympy.Lt, "≤": sympy.Le, ">": sympy.Gt, "≥": sympy.Ge, "≠":
 
 
 @dataclass(frozen=True)
-class Answer:
+class ParsedAnswer:
     kind: str  # "value", "set", "base 8", a relation to 0 ("=", "<", "≤", "≠"), or a list's brackets: "()", "{}", ""
     value: Any = None  # an expression or matrix; a set of numbers; digits; the difference of the sides of a relation
-    items: tuple["Answer", ...] = ()
+    items: tuple["ParsedAnswer", ...] = ()
     name: str = ""  # "x", "f(x)", "(x,y)" of "x = ..."
     ulp: Rational = sympy.S.Zero  # one unit of the last place of a decimal; 0 for anything else
     quantity: Quantity = PLAIN
@@ -59,12 +59,12 @@ class Answer:
         return found
 
 
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> ParsedAnswer:
     """Return the answer that `text` is. Raises Unreadable, or what the library raises, unless the whole text is one."""
     return _read_based(text) or _read_list(respell(text))
 
 
-def _read_based(text: str) -> Answer | None:
+def _read_based(text: str) -> ParsedAnswer | None:
     """Return a number with its base, "52_8" or "1F (base 16)", or in base ten the number; None for anything else."""
     match = _BASED.fullmatch(_MARKUP.sub("", text))
     if not match or to_closing_brace(text + "}", 0)[1] <= len(text):
@@ -72,10 +72,10 @@ def _read_based(text: str) -> Answer | None:
     digits, base = match["digits"].lstrip("0") or "0", int(_BASES.get(match["base"], match["base"]))
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         raise Unreadable(f"digits of base {base}")
-    return Answer("value", sympy.Integer(digits)) if base == 10 else Answer(f"base {base}", digits)
+    return ParsedAnswer("value", sympy.Integer(digits)) if base == 10 else ParsedAnswer(f"base {base}", digits)
 
 
-def _read_list(text: str) -> Answer:
+def _read_list(text: str) -> ParsedAnswer:
     """Read "1, 2 and 3", where "\\pm 2" is two items; what is joined by "or" is a union, by "and" an intersection."""
     parts, joints = split(text, r"(?:,\s*)?(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]")
     items = [
@@ -85,18 +85,18 @@ def _read_list(text: str) -> Answer:
         if {item.kind for item in items} == {"set"} and joints[0] == "and":
             return replace(items[0], value=sympy.Intersection(*(item.value for item in items)))
         if joints[0] == "or" and any(map(_is_region, items)):
-            return Answer("set", sympy.Union(*(_part(item) for item in items)), name=items[0].name)
-    return items[0] if len(items) == 1 else Answer("", items=tuple(items))
+            return ParsedAnswer("set", sympy.Union(*(_part(item) for item in items)), name=items[0].name)
+    return items[0] if len(items) == 1 else ParsedAnswer("", items=tuple(items))
 
 
-def _is_region(item: Answer) -> bool:
+def _is_region(item: ParsedAnswer) -> bool:
     """Return whether an answer is a set of numbers beyond doubt: "(1,2)" may be a point."""
     return item.kind in ("set", "[)", "(]") or (
         item.kind == "()" and any(part.value.is_infinite for part in item.items)
     )
 
 
-def _part(item: Answer) -> sympy.Set:
+def _part(item: ParsedAnswer) -> sympy.Set:
     return sympy.FiniteSet(item.number()) if item.kind == "value" else item.region()
 
 
@@ -104,7 +104,7 @@ def _signs(text: str) -> list[tuple[str, str]]:
     return [("+", "-"), ("-", "+")] if re.search(r"\\[pm][pm](?![A-Za-z])", text) else [("\\pm", "\\mp")]
 
 
-def _read_item(text: str) -> Answer:
+def _read_item(text: str) -> ParsedAnswer:
     name, sign, text = "", "", text.removeprefix("≈").strip()
     while match := _NAME.match(text):
         name, sign, text = re.sub(r"[\s{}]", "", match[1]), match[2], text[match.end() :]
@@ -115,15 +115,15 @@ def _read_item(text: str) -> Answer:
     return replace(answer, name=answer.name or name)
 
 
-def _read_side(text: str) -> Answer:
+def _read_side(text: str) -> ParsedAnswer:
     if match := _BUILDER.fullmatch(text):
         return _read_list(match[1])
     if found := _read_brackets(text):
         return found
-    return Answer("set", parse_set(text)) if _SET.match(text) else _read_value(text)
+    return ParsedAnswer("set", parse_set(text)) if _SET.match(text) else _read_value(text)
 
 
-def _read_brackets(text: str) -> Answer | None:
+def _read_brackets(text: str) -> ParsedAnswer | None:
     """Read a tuple, interval or set; None if the brackets belong to an expression."""
     if not (match := _BRACKETS.fullmatch(text)):
         return None
@@ -137,17 +137,17 @@ def _read_brackets(text: str) -> Answer | None:
     if opening + closing == "{}":
         return _read_list(inside)
     kind, inner = _KINDS[opening + closing], _read_list(inside)
-    return Answer(kind, items=inner.items if inner.kind == "" and inner.items else (inner,))
+    return ParsedAnswer(kind, items=inner.items if inner.kind == "" and inner.items else (inner,))
 
 
-def _read_value(text: str) -> Answer:
+def _read_value(text: str) -> ParsedAnswer:
     front, quantity = split_unit(text)
     plain = re.fullmatch(r"[-+ ]*\d*(?:\.(\d+))?\s*", front, re.ASCII)
     ulp = Rational(quantity.scale, 10 ** len(plain[1] or "")) if plain else Rational(0)
-    return Answer("value", parse_expression(front) * quantity.scale, ulp=ulp, quantity=quantity)
+    return ParsedAnswer("value", parse_expression(front) * quantity.scale, ulp=ulp, quantity=quantity)
 
 
-def _relate(sides: list[Answer], signs: list[str]) -> Answer:
+def _relate(sides: list[ParsedAnswer], signs: list[str]) -> ParsedAnswer:
     """Return what a chain of relations says: the value of equal sides, an equation, the solutions of inequalities."""
     if not signs:
         return sides[0]
@@ -165,11 +165,13 @@ def _relate(sides: list[Answer], signs: list[str]) -> Answer:
         return replace(sides[0], name=str(numbers[1]))
     if signs != ["="] and len(symbols) == 1 and all(number.is_polynomial() for number in numbers):
         solved = [_ORDER[sign](*pair).as_set() for *pair, sign in zip(numbers, numbers[1:], signs) if _finite(pair)]
-        return Answer("set", sympy.Intersection(sympy.S.Reals, *solved), name=str(symbols.pop()))
+        return ParsedAnswer("set", sympy.Intersection(sympy.S.Reals, *solved), name=str(symbols.pop()))
     if len(signs) > 1 or any(side.quantity.unit for side in sides):
         raise Unreadable("a chain of inequalities, or units in an equation")
     greater = signs[0] in ">≥"
-    return Answer("<≤"[">≥".index(signs[0])] if greater else signs[0], (numbers[0] - numbers[1]) * (-1) ** greater)
+    return ParsedAnswer(
+        "<≤"[">≥".index(signs[0])] if greater else signs[0], (numbers[0] - numbers[1]) * (-1) ** greater
+    )
 
 
 def _finite(pair: list[Expr]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import sympy
 from sympy import Expr, ImmutableMatrix, Rational
 
-from specrl_jax.rewards.mathematics.answers import Answer, read_answer
+from specrl_jax.rewards.mathematics.answers import ParsedAnswer, read_answer
 from specrl_jax.rewards.mathematics.spelling import Unreadable
 from specrl_jax.rewards.mathematics.zero import is_zero, point
 
@@ -32,7 +32,7 @@ def canonical(text: str) -> str:
     return _plain(text) if answer is None else _print(answer)
 
 
-def equal(gold: Answer, given: Answer) -> bool:
+def equal(gold: ParsedAnswer, given: ParsedAnswer) -> bool:
     """Return whether `given` is the answer `gold`, by the rules of docs/rewards.md."""
     turned = gold.name != given.name and all(side.name and _symbols(side) for side in (gold, given))
     if turned or gold.kind in _RELATIONS or given.kind in _RELATIONS:
@@ -46,10 +46,10 @@ def equal(gold: Answer, given: Answer) -> bool:
         return (gold.kind, gold.value) == (given.kind, given.value)
     if "set" in (gold.kind, given.kind):
         return sympy.SymmetricDifference(gold.region(), given.region()).doit() == sympy.S.EmptySet
-    return _equal_lists(*(side if side.items else Answer("", items=(side,)) for side in (gold, given)))
+    return _equal_lists(*(side if side.items else ParsedAnswer("", items=(side,)) for side in (gold, given)))
 
 
-def _read(text: str) -> Answer | None:
+def _read(text: str) -> ParsedAnswer | None:
     try:
         return read_answer(text)
     except MemoryError:
@@ -63,7 +63,7 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\\[A-Za-z]+|\\.|[A-Za-z]+|\d+|\S", _INVISIBLE.sub(" ", text)))
 
 
-def _equal_values(gold: Answer, given: Answer) -> bool:
+def _equal_values(gold: ParsedAnswer, given: ParsedAnswer) -> bool:
     if (
         (unit := given.quantity.unit)
         and unit != gold.quantity.unit
@@ -78,7 +78,7 @@ def _equal_values(gold: Answer, given: Answer) -> bool:
     return gold.quantity.percent != given.quantity.percent and _same(first, second, ulp)
 
 
-def _tolerance(side: Answer) -> Expr:
+def _tolerance(side: ParsedAnswer) -> Expr:
     """Return one unit of the last place of a decimal with many digits; 0 for anything else."""
     many = 0 < side.ulp <= Rational(1, 10**MANY) and abs(side.value) >= 10 ** (MANY - 1) * side.ulp
     return side.ulp if many else sympy.S.Zero
@@ -96,7 +96,7 @@ def _same(first: Expr, second: Expr, ulp: Expr) -> bool:
     return is_zero(difference)
 
 
-def _equal_lists(gold: Answer, given: Answer) -> bool:
+def _equal_lists(gold: ParsedAnswer, given: ParsedAnswer) -> bool:
     if not {gold.kind, given.kind} <= {"", "{}"}:
         return gold.kind == given.kind and _pairwise(gold.items, given.items)
     first, second = _distinct(gold), _distinct(given)
@@ -111,31 +111,31 @@ def _equal_lists(gold: Answer, given: Answer) -> bool:
     return not left
 
 
-def _pairwise(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
+def _pairwise(gold: Sequence[ParsedAnswer], given: Sequence[ParsedAnswer]) -> bool:
     return len(gold) == len(given) and all(equal(a, b) for a, b in zip(gold, given))
 
 
-def _distinct(answer: Answer) -> list[Answer]:
+def _distinct(answer: ParsedAnswer) -> list[ParsedAnswer]:
     """Return the items, of a set in braces each once."""
-    found: list[Answer] = []
+    found: list[ParsedAnswer] = []
     for item in answer.items:
         if answer.kind != "{}" or not any(equal(item, other) for other in found):
             found.append(item)
     return found
 
 
-def _symbols(answer: Answer) -> set[sympy.Symbol]:
+def _symbols(answer: ParsedAnswer) -> set[sympy.Symbol]:
     return answer.value.free_symbols if answer.kind == "value" else set()
 
 
-def _relation(answer: Answer) -> Answer | None:
+def _relation(answer: ParsedAnswer) -> ParsedAnswer | None:
     """Return an equation or inequality; "y = 2x + 3" is one, "x = 5" is a value."""
     if re.fullmatch(r"\\?[A-Za-z]+(?:_\w+)?", answer.name) and _symbols(answer):
-        return Answer("=", sympy.Symbol(answer.name.removeprefix("\\")) - answer.value)
+        return ParsedAnswer("=", sympy.Symbol(answer.name.removeprefix("\\")) - answer.value)
     return answer if answer.kind in _RELATIONS else None
 
 
-def _equal_relations(gold: Answer, given: Answer) -> bool:
+def _equal_relations(gold: ParsedAnswer, given: ParsedAnswer) -> bool:
     """Return whether one is the other times a constant, which for an inequality must be positive."""
     symbols = sorted(gold.value.free_symbols, key=str)
     if gold.kind != given.kind or set(symbols) != given.value.free_symbols:
@@ -146,7 +146,7 @@ def _equal_relations(gold: Answer, given: Answer) -> bool:
     return gold.kind in ("=", "≠") or bool(factor.is_positive)
 
 
-def _print(answer: Answer) -> str:
+def _print(answer: ParsedAnswer) -> str:
     if answer.kind == "value":
         return str(answer.value / 100 if answer.quantity.percent else answer.value)
     texts = [_print(item) for item in answer.items]

@@ -1,4 +1,4 @@
-"""Which sandbox a run uses: found by trying, once, at the start. Never none."""
+"""Probe once, at the start, which isolation works; fail if none does."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a program of the sandbox may use, and what became of it."""
+"""Limits, inputs and results of a program in the sandbox."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Limits(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What is run: a program to its end, one call of it, or tests of it in a process beside it."""
+    """A run of a program: to its end, one call of it, or tests of it in a process beside it."""
 
     program: str
     stdin: str = ""

@@ -1,4 +1,4 @@
-"""How a fork server is confined: the command that starts it under bubblewrap, or what Landlock lets its programs read.
+"""Confine a fork server: start it under bubblewrap, or let its programs read only what Landlock allows.
 
 Both show programs the system's libraries and one Python, read-only, and nothing else of the file system. A trainer that
 is root gives them an account of their own: the kernel holds root to no limit of processes.
@@ -44,7 +44,7 @@ class Interpreter(NamedTuple):
 
 
 class Command(NamedTuple):
-    """How to start a fork server."""
+    """Command that starts a fork server."""
 
     arguments: Sequence[str]
     uid: int  # account that it starts under; 0: the present one

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Draft, Verified
-from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
 from specrl_jax.decoding.pages import empty_pool, no_pages
@@ -279,7 +279,7 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cac
     np.testing.assert_array_equal(draft.tokens, wanted)
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
     assert drafter.length == 3
-    text = Text(slots.tokens, slots.length, slots.table)
+    text = CommittedTokens(slots.tokens, slots.length, slots.table)
     assert cache is slots.cache and drafter.sync_cache(None, text, cache) is cache
 
 
@@ -414,7 +414,7 @@ def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic
     np.testing.assert_array_equal(draft.logits, plain.logits)
     np.testing.assert_array_equal(draft.vocab_map, plain.vocab_map)
     assert cache == 6 and drafter.length == 3
-    text = Text(slots.tokens, slots.length, slots.table)
+    text = CommittedTokens(slots.tokens, slots.length, slots.table)
     assert drafter.sync_cache(None, text, jnp.int32(0)) == slots.length.sum()
 
 

@@ -1,4 +1,4 @@
-"""What the host has copied of a call's rollouts, by request, and what it becomes when the call ends."""
+"""Host copies of a call's rollouts, by request, and the `Rollouts` that they become when the call ends."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def how_ended(
     return eos, np.zeros_like(eos) if stops is None else stops.end(tokens, start, length)
 
 
-class Collected:
+class RolloutBuffer:
     """The rollouts of one call, by request.
 
     Args:
@@ -47,7 +47,7 @@ class Collected:
 
     def __init__(self, requests: int, tokens: int, version: int | None = None) -> None:
         self.values: dict[str, np.ndarray] = {}  # [requests, ...] each; empty until something is stored
-        self.parked = np.zeros(requests, np.int32)  # times that a request was parked
+        self.parked = np.zeros(requests, np.int32)  # times that a request was preempted
         self._requests = requests
         self._records: dict[int, np.ndarray] = {}  # of a request's tokens
         self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(requests)]  # of each request, chunk by chunk

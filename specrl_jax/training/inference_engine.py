@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from kernels_pallas.verify.op import RowSampling, SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, compiler_options, stand_in
 from specrl_jax.data.tokenizers import Ends, Tokenizer
-from specrl_jax.decoding.agree import Agree, alone
+from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import Held, Pool
+from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.decoding.stop_texts import StopTexts, make_stop_texts
@@ -35,7 +35,7 @@ Cache = kv.KVCache | Caches
 
 @dataclasses.dataclass(frozen=True)
 class InferenceConfig:
-    """How rollouts are sampled, in which shapes and dtypes."""
+    """Sampling, shapes and dtypes of rollouts."""
 
     sampling: Sampling
     limits: EngineConfig
@@ -145,7 +145,7 @@ def make_rollout_engine(
     tokenizer: Ends,
     partition: Partitioner,
     lengths: tuple[int, ...] | None = None,
-    agree: Agree = alone,
+    agree: Broadcast = alone,
 ) -> Engine:
     """Build the engine of a policy for one sampling setting.
 
@@ -234,7 +234,7 @@ class Target:
             return_experts=self.config.limits.records,
         )
         own = cache.target if isinstance(cache, Caches) else cache
-        inputs = qwen3.Inputs(tokens, paging.positions)
+        inputs = qwen3.ModelInputs(tokens, paging.positions)
         out = qwen3.forward(
             params.policy, self.model, inputs, partition=self.partition, options=options, cache=own, table=paging.table
         )
@@ -270,8 +270,8 @@ class Target:
             sequence=row,
             lookup_cache=cast(LookupCache, self.partition.replicated),
             cache=self._cache_shardings(),
-            pool=Pool(table, table, row),
-            held=Held(table, row, row),
+            pool=PagePool(table, table, row),
+            held=PageTable(table, row, row),
             mask=cast(MaskBuffer, row),
             earlier=cast(Earlier, row),
             sampling=RowSampling(row, row, row),
@@ -282,7 +282,7 @@ class Target:
     def prompt_shardings(self) -> Prompts:
         """Return shardings of the prompt that each shard carries over."""
         table, row = (stand_in(self.partition.sharding(axes)) for axes in (("batch", None), ("batch",)))
-        return Prompts(table, row, Held(table, row, row))
+        return Prompts(table, row, PageTable(table, row, row))
 
     def _cache_shardings(self) -> Cache:
         axes = (stand_in(kv.PAGE_AXES),) * self.model.layers
@@ -310,7 +310,7 @@ def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: 
 
 
 def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampling) -> Verified:
-    """`verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
+    """Run `verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
 
     Where the batch has become too small to be split that finely, it stays split as it is, and logits are gathered. The
     results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.

@@ -46,7 +46,7 @@ class Upcoming:
         """Return the problems of the next round of the same step."""
         return self._more.popleft() if self._rounds > 1 else self.take()
 
-    def ahead(self, steps: int) -> list[list[Problem]]:
+    def peek(self, steps: int) -> list[list[Problem]]:
         """Return the problems of the first round of so many steps after the one that was taken last."""
         self._draw(steps)
         return [problems for (problems, *_), _ in list(self._drawn)[:steps]]
@@ -57,8 +57,8 @@ class Upcoming:
             self._drawn.append((batches, self._stream.position))
 
 
-class Begun:
-    """What this process's group has drawn of later steps."""
+class LookaheadBuffer:
+    """Rollouts of later steps that this process's group has begun."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Begun:
         """Return the rollouts of the steps after `step` that may begin, with what is drawn of them already."""
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
         prompts, ids = list[list[int]](), [np.zeros(0, np.int64)]
-        for ahead, problems in zip(steps, self._upcoming.ahead(len(steps)), strict=True):
+        for later, problems in zip(steps, self._upcoming.peek(len(steps)), strict=True):
             own, G = self._groups.share(len(problems)).group, self._grpo.group_size
             prompts += [self._encode(problem.prompt) for problem in problems[own]]
-            first = first_id(self._grpo, ahead, 0) + own.start * G
+            first = first_id(self._grpo, later, 0) + own.start * G
             ids.append(first + np.arange((own.stop - own.start) * G))
         found = np.concatenate(ids)
         return Lookahead(prompts, found, {i: self.texts[i] for i in found.tolist() if i in self.texts})

@@ -1,9 +1,9 @@
 """A batch whose rollouts are conversations: a row that ends a turn waits for its environment, then goes on.
 
 A waiting row keeps its pages and its slot while nothing else wants the slot. Where requests or answered rows wait for
-slots, it is parked after PATIENCE seconds: a slow environment holds no slot. Once there is an answer, its tokens are
+slots, it is preempted after PATIENCE seconds: a slow environment holds no slot. Once there is an answer, its tokens are
 appended and prefilled (extend.py). What a row draws depends on its own tokens and on the noise of its id alone, so
-neither the order of the answers nor parking changes a token under `coupled`.
+neither the order of the answers nor preemption changes a token under `coupled`.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ import numpy as np
 
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.batch import ActiveBatch, EngineParts
-from specrl_jax.decoding.collected import how_ended
 from specrl_jax.decoding.extend import Extension
-from specrl_jax.decoding.parking import Parked
+from specrl_jax.decoding.preemption import PreemptedRow
+from specrl_jax.decoding.rollout_buffer import how_ended
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, Params
 from specrl_jax.decoding.turns import Turn, Turns
 
-# An environment that answers sooner than this keeps its slot: parking and coming back take a few milliseconds.
+# An environment that answers sooner than this keeps its slot: preemption and coming back take a few milliseconds.
 PATIENCE = 0.02
 # Seconds between two looks for an answer where nothing else is to be done, during which `on_progress` is not called.
 POLL = 0.25
@@ -36,10 +36,10 @@ class _Waiting:
     length: int  # of prompt and response
     since: float  # when its environment was asked
     answer: Sequence[int] | None = None  # to be appended; None: not heard yet
-    pages_lost: bool = False  # it is parked, and its pages were not copied
+    pages_lost: bool = False  # it is preempted, and its pages were not copied
 
 
-class ConversingBatch(ActiveBatch[Params, Cache]):
+class MultiTurnBatch(ActiveBatch[Params, Cache]):
     """Runs decode chunks, hands ended turns to their environments, and appends the answers.
 
     Args:
@@ -68,12 +68,12 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
 
     @property
     def active(self) -> np.ndarray:
-        """[B] bool, rows that decode: neither free nor waiting for an environment."""
+        """Return [B] bool, rows that decode: neither free nor waiting for an environment."""
         owner = self.scheduler.owner
         return (owner != FREE) & ~np.isin(owner, list(self._waiting))
 
     def prepare(self) -> bool:
-        """Append answers, bring back parked rows, refill, compact; wait for an environment if nothing else is left."""
+        """Append answers, bring back preempted rows, refill, compact; wait for an environment if all rows wait."""
         while True:
             self._hear(0.0)
             self._go_on()
@@ -83,7 +83,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
             if not self._ready():  # a new request would take the pages that they wait for
                 self._refill()
             wanted = self.scheduler.waiting or bool(self._ready())
-            if wanted and self._park_waiting():
+            if wanted and self._preempt_waiting():
                 continue
             if self.running or not self._waiting:
                 break
@@ -134,10 +134,10 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         if len(rows := np.flatnonzero(self.scheduler.owner == request)):
             self._collect(rows)
             return
-        row = next(parked.row for parked in self._parked if parked.request == request)
-        self._parked = [parked for parked in self._parked if parked.request != request]
+        row = next(preempted.row for preempted in self._preempted if preempted.request == request)
+        self._preempted = [preempted for preempted in self._preempted if preempted.request != request]
         self.scheduler.settle(np.array([request]))
-        self._collected.store_row(request, row)
+        self._buffer.store_row(request, row)
         self._finished[request] = True
 
     def _go_on(self) -> None:
@@ -153,13 +153,13 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         free, others = self._free.copy(), self.active.reshape(config.shards, -1).sum(axis=1)
         for request, waiting, said in sorted(fresh, key=lambda one: scheduler.order(one[0])):
             rows = np.flatnonzero(scheduler.owner == request)
-            if not len(rows):  # parked for another's pages
+            if not len(rows):  # preempted for another's pages
                 continue
             row, shard = rows[0], rows[0] // per_shard
             need = self._more_pages(waiting, held[row])
             if not others[shard]:
                 free[shard] += self._make_room_for(row, shard, need - free[shard])
-            elif free[shard] < need + self._ahead * (others[shard] + 1):
+            elif free[shard] < need + self._iteration_pages * (others[shard] + 1):
                 continue
             free[shard], others[shard] = free[shard] - need, others[shard] + 1
             end = waiting.length + len(said)
@@ -186,7 +186,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         return max(0, -(-tokens // self._engine.config.page_tokens) - int(held))
 
     def _make_room_for(self, row: int, shard: int, lacking: int) -> int:
-        """Park other rows of a shard, the youngest first, until `lacking` pages more are free; return how many are.
+        """Preempt other rows of a shard, the youngest first, until `lacking` pages more are free; return how many are.
 
         All of them wait: each would else hold the pages that another one needs.
         """
@@ -194,34 +194,35 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         per_shard = self.size // self._engine.config.shards
         while self._free[shard] - before < lacking:
             rows = shard * per_shard + np.flatnonzero(scheduler.owner.reshape(-1, per_shard)[shard] != FREE)
-            self._park(max(set(rows.tolist()) - {row}, key=lambda other: scheduler.order(int(scheduler.owner[other]))))
+            others = set(rows.tolist()) - {row}
+            self._preempt(max(others, key=lambda other: scheduler.order(int(scheduler.owner[other]))))
         return int(self._free[shard] - before)
 
-    def _ready(self) -> list[Parked]:
-        """Return the parked rows that do not wait for an environment, the oldest first."""
+    def _ready(self) -> list[PreemptedRow]:
+        """Return the preempted rows that do not wait for an environment, the oldest first."""
         silent = {request for request, waiting in self._waiting.items() if waiting.answer is None}
-        return [parked for parked in self._parked if parked.request not in silent]
+        return [preempted for preempted in self._preempted if preempted.request not in silent]
 
-    def _pages_to_add(self, parked: Parked) -> int:
-        waiting = self._waiting.get(parked.request)
-        return self._more_pages(waiting, int(parked.row.held.count)) if waiting else 0
+    def _pages_to_add(self, preempted: PreemptedRow) -> int:
+        waiting = self._waiting.get(preempted.request)
+        return self._more_pages(waiting, int(preempted.row.held.count)) if waiting else 0
 
-    def _park_waiting(self) -> bool:
-        """Park the rows that have waited for their environments longer than PATIENCE; return whether there were any."""
+    def _preempt_waiting(self) -> bool:
+        """Preempt the rows that have waited for their environments longer than PATIENCE; return whether any has."""
         now, found = time.monotonic(), False
         for row, request in enumerate(self.scheduler.owner):
             waiting = self._waiting.get(request)
             if waiting and waiting.answer is None and now - waiting.since >= PATIENCE:
-                self._park(row)
+                self._preempt(row)
                 found = True
         return found
 
-    def _park(self, row: int, copy: bool = True) -> None:
-        """Park a row; what the pages of a waiting one hold is copied or lost, as the engine's config says."""
+    def _preempt(self, row: int, copy: bool = True) -> None:
+        """Preempt a row; what the pages of a waiting one hold is copied or lost, as the engine's config says."""
         if waiting := self._waiting.get(int(self.scheduler.owner[row])):
             copy = self._engine.config.copies_pages and not waiting.pages_lost
             waiting.pages_lost = not copy
-        super()._park(row, copy)
+        super()._preempt(row, copy)
 
     def _stop_at_rows(self) -> np.ndarray:
         """Return of each shard [D] the running rows at which it stops: enough have ended a turn."""

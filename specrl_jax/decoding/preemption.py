@@ -19,7 +19,7 @@ from specrl_jax.decoding.state import Cache, Slots
 PAGES = 16
 
 
-class Parked(NamedTuple):
+class PreemptedRow(NamedTuple):
     """A row on the host."""
 
     request: int
