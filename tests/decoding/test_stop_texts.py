@@ -98,7 +98,7 @@ def run(stop=(), drafter="none", k=2, devices=1, **sizes):
     if stop:
         more["stops"] = make_stop_texts(stop, SPELLED)
     with jax.enable_x64(True):
-        engine = make_engine(cell, limits, k, prompt_shardings=np.float64, **more)
+        engine = make_engine(cell, limits, k, dtype=np.float64, **more)
         return engine.generate(
             TARGET.astype(np.float64), PROMPTS, SAMPLES, seed=5, history=history_of(PROMPTS, LONGEST, None)
         )

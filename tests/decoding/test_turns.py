@@ -38,7 +38,7 @@ def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, sto
         more["stops"] = make_stop_texts(stop, SPELLED)
     talk = Talk(V, **dict(talk))
     with jax.enable_x64(True):
-        engine = make_engine(cell, limits, k, prompt_shardings=np.float64, **more)
+        engine = make_engine(cell, limits, k, dtype=np.float64, **more)
         names = watched(engine)
         history = history_of(PROMPTS, longest, EOS)
         found = engine.generate(TABLE, PROMPTS, SAMPLES, seed=5, history=history, turns=talk)
