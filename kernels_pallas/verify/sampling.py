@@ -44,7 +44,8 @@ def truncate(
     if not K:
         return logits, None
     if rows is not None:
-        cut, mask = _truncate(logits, K, *(x[:, None, None] for x in (rows.divisor, rows.top_k, rows.top_p)))
+        temperature, top_k, top_p = (x[:, None, None] for x in (rows.divisor, rows.top_k, rows.top_p))
+        cut, mask = _truncate(logits, K, temperature, top_k, top_p)
         return jnp.where(rows.greedy[:, None, None], logits, cut), mask
     return _truncate(logits, K, sampling.temperature, 0, sampling.top_p)
 

@@ -159,7 +159,8 @@ class Engine(Generic[Params, Cache]):
             on_progress(batch.finished, scheduler.asked)
             self.compiled.begin_next(params, wanted)
             if newer := c.newest():
-                batch.take_weights(*newer)
+                weights, version = newer
+                batch.take_weights(weights, version)
         batch.collect_unfinished()
         if c.lookahead is not None:
             c.lookahead.texts |= batch.lookahead_texts()

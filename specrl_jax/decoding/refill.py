@@ -101,7 +101,7 @@ def refill(
     prompts = jax.tree.map(lambda *both: join(jnp.concatenate([split(x, D) for x in both], axis=1)), carried, prompts)
 
     tokens, length = (pick(x, split(batch.source, D)) for x in (prompts.tokens, prompts.length))
-    pool, cache, held = _start_rows(slots, pool, cache, prompts, batch, length, config)
+    pool, cache, held = _start_rows(slots, pool, cache, prompts=prompts, batch=batch, length=length, config=config)
     slots = dataclasses.replace(slots, pool=pool, cache=cache, held=held)
     slots = _start(slots, batch, tokens, length, functions.pad_id)
 

@@ -59,7 +59,8 @@ def speculative_step(
             logits, cache = target_fn(inputs, slots.place(positions), cache)
         else:
             chosen = admit(slots, draft, options.budget)
-            logits, cache = target_fn(*flat_inputs(slots, inputs, chosen), cache)
+            tokens, paging = flat_inputs(slots, inputs, chosen)
+            logits, cache = target_fn(tokens, paging, cache)
             logits = of_shards(logits[:, 0], chosen.place)
             draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
         noise = Noise(seed, slots.rollout_id, slots.length)

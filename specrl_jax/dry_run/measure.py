@@ -35,7 +35,7 @@ class PhaseMemory:
 
     @property
     def total(self) -> int:
-        """Peak bytes of the phase; without temporaries if they are unknown."""
+        """Return the peak bytes of the phase; without temporaries if they are unknown."""
         known = sum(self.by_kind().values()) + self.padding + self.results
         return known + (self.temporaries or 0)
 

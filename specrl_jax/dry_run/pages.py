@@ -1,4 +1,4 @@
-"""How many sequences run at once in a device's pages."""
+"""Sequences that run at once in the pages of a device."""
 
 import dataclasses
 

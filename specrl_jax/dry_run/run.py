@@ -28,7 +28,7 @@ from specrl_jax.training.problems import load_problems
 
 
 class TargetPlan(NamedTuple):
-    """What a target would run, and the devices that it is compiled for."""
+    """The config that a target would run, and the devices that it is compiled for."""
 
     plan: Plan
     target: HardwareTarget
@@ -36,7 +36,7 @@ class TargetPlan(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether programs are the target's own."""
+        """Return whether programs are the target's own."""
         return self.compiler is self.target and self.target.memory > 0
 
 

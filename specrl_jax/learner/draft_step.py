@@ -163,7 +163,9 @@ def make_draft_step(
         rows: Rows,
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
         anchors, pairs, weighted = weighted_pairs(state, rows)
-        outputs, terms = _terms(forward, partition, params, tables, features, rows, anchors)
+        outputs, terms = _terms(
+            forward, partition, params, tables=tables, features=features, rows=rows, anchors=anchors
+        )
         losses = step_losses(forward.loss, terms)
         if "confidence" in params:
             # The head reads what the draft computes, and does not shape it.
@@ -215,7 +217,7 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
         size, num_shards = len(rows.tokens), partition.num_shards("batch")
         every = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
         features, rows = jax.tree.map(lambda x: x[::every], (features, rows))
-        _, terms = _terms(forward, partition, params, tables, features, rows)
+        _, terms = _terms(forward, partition, params, tables=tables, features=features, rows=rows)
         return _diagnostics(terms, draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments))
 
     return jax.jit(predict, out_shardings=partition.replicated)

@@ -97,7 +97,7 @@ class AnnouncedStep(Generic[P, R]):
         """Return the arguments with microbatches of the other lengths of rows, as shapes; none of other rows."""
         shapes, of_args = self._programs.shapes, [x.tokens.shape for x in args if isinstance(x, Rows)]
         pairs = [(rows, other) for rows in shapes if rows in of_args for other in shapes if other != rows]
-        return [tuple(_resized(x, *pair) for x in args) for pair in pairs]
+        return [tuple(_resized(x, rows, other) for x in args) for rows, other in pairs]
 
     def _compile(self, args: tuple[object, ...]) -> Callable[..., R]:
         start = time.perf_counter()

@@ -116,8 +116,16 @@ def fill_store(
             tokens = np.pad(tokens, ((0, 0), (0, T)), constant_values=pad_id)[:, :T]
             environment = np.pad(environment, ((0, 0), (0, T)))[:, :T]
             middle = time.perf_counter()
-            read = _read(learner, params, rows_of(tokens, prompt_length, length, pad_id=pad_id))
-            row = FeatureRow(tokens, prompt_length, length, environment, *read)
+            aux, hidden, normaliser = _read(learner, params, rows_of(tokens, prompt_length, length, pad_id=pad_id))
+            row = FeatureRow(
+                tokens,
+                prompt_length,
+                length,
+                environment=environment,
+                aux=aux,
+                hidden=hidden,
+                normaliser=normaliser,
+            )
             # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
             store.add(FeatureRow(*[x[kept:end] for x in row]))
             seconds["generate"] += middle - start

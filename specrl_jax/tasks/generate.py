@@ -47,7 +47,8 @@ def run(config: Config, workdir: str) -> None:
             if special := sum(found("generate.prompts", prompt, inputs.tokenizer) for prompt in prompts):
                 print(f"generate.prompts: {special} hold the text of a special token, which stays text")
         open_workdir(workdir, dataclasses.asdict(inputs.config))
-        generate(make_generator(*inputs.build()), prompts, inputs.config, workdir=workdir, stop=stop_on_signal())
+        learner, engines = inputs.build()
+        generate(make_generator(learner, engines), prompts, inputs.config, workdir=workdir, stop=stop_on_signal())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -177,7 +178,8 @@ def load_generator(
     check_chosen(config)
     if KINDS[draft.kind].has_weights and not draft.path:
         raise InputError(f"draft.path: no folder ''; draft.kind={draft.kind} is loaded from one")
-    return make_generator(*build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})))
+    learner, engines = build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}))
+    return make_generator(learner, engines)
 
 
 def make_generator(learner: Learner, rollout: RolloutEngines) -> Generator:

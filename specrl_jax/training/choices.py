@@ -196,7 +196,8 @@ def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measur
     }
     for key, step in steps.items():
         if value_of(config, key) == AUTOMATIC[key]:
-            config = with_values(config, say(key, *step(config, model, machine, measured)))
+            value, reason = step(config, model, machine, measured)
+            config = with_values(config, say(key, value, reason))
     return config
 
 

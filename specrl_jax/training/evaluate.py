@@ -148,7 +148,8 @@ def evaluate(
 
         return [scored(rows) for rows in parts]
 
-    gathered = [gather_scored(*part, groups.order) for part in distributed.together(generate)]
+    generated = distributed.together(generate)
+    gathered = [gather_scored(part, scores, groups.order) for part, scores in generated]
     (rollouts, scores), *greedy = gathered
     scores.require_some("evaluation")
     return Evaluation(

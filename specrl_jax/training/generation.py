@@ -135,7 +135,7 @@ class RolloutGenerator:
 
         def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
             def own() -> ScoredRollouts:
-                return self._own(step, problems, first_id, policy, newer, later)
+                return self._own(step, problems, first_id, policy=policy, newer=newer, later=later)
 
             # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
             return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()

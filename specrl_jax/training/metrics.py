@@ -52,8 +52,9 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
         row |= replay_metrics(result.replayed)
     scored = learner.objective.old_logprobs == "learner"
     logprobs = result.inputs.old_logprobs if scored else updates.logprobs
-    compared = (stand_in(x) for x in (result.batch.behaviour, logprobs, result.batch.rows.mask))
-    return row | mismatch_metrics(*compared) | replay_mismatch_metrics(result.compared)
+    behaviour, mask = stand_in(result.batch.behaviour), stand_in(result.batch.rows.mask)
+    row |= mismatch_metrics(behaviour, stand_in(logprobs), mask)
+    return row | replay_mismatch_metrics(result.compared)
 
 
 def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:

@@ -143,7 +143,9 @@ def _held_out(
     """Return training sources without the problems that are held out, evenly spaced in each file, and those."""
     e, paths = config.eval, split_paths(config.data.path, "data.path")
     train, validation = list[Source](), dict[str, list[Problem]]()
-    for name, problems in zip(set_names(paths), _read(config, tokenizer, "data", paths, reports, most)):
+    for name, problems in zip(
+        set_names(paths), _read(config, tokenizer, "data", paths=paths, reports=reports, most=most)
+    ):
         n = min(e.problems, max(1, round(e.holdout * len(problems))))
         if n >= len(problems):
             raise InputError(
@@ -159,7 +161,9 @@ def _held_out(
 def _training(config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None) -> list[Source]:
     if not config.data.path:
         return [TaskSource(config.data.task, "train", config.seed)]
-    return [*_read(config, tokenizer, "data", split_paths(config.data.path, "data.path"), reports, most)]
+    return [
+        *_read(config, tokenizer, "data", paths=split_paths(config.data.path, "data.path"), reports=reports, most=most)
+    ]
 
 
 def _validation(config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None) -> dict[str, list[Problem]]:
@@ -173,7 +177,7 @@ def _validation(config: Config, tokenizer: Tokenizer, reports: list[str], most: 
     sets: dict[str, Source]
     if e.path:
         paths = split_paths(e.path, "eval.path")
-        sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths, reports, most)))
+        sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths=paths, reports=reports, most=most)))
     elif config.data.path and not e.task:
         raise InputError(
             "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a share "

@@ -118,10 +118,10 @@ class _PolicyPasses:
     def features(self, microbatches: list[tuple[Rows, LossInputs]]) -> Iterator[Features | None]:
         """Yield the features of each microbatch, whose pass is made when they are asked for."""
         for microbatch in microbatches:
-            yield self._pass(*microbatch)  # kept by no name here
+            yield self._pass(microbatch)  # kept by no name here
 
-    def _pass(self, rows: Rows, inputs: LossInputs) -> Features | None:
-        start = time.perf_counter()
+    def _pass(self, microbatch: tuple[Rows, LossInputs]) -> Features | None:
+        start, (rows, inputs) = time.perf_counter(), microbatch
         outputs = jax.block_until_ready(self._passes.add(rows, inputs))
         self.logprobs.append(distributed.to_host(outputs.logprobs))
         self.seconds += time.perf_counter() - start
@@ -150,8 +150,9 @@ class _DraftBeside:
             for part in rows:
                 self._predicted.append(jax.block_until_ready(ask(params, self._tables, next(given), part)))
         elif self._learner.plan.config.draft.epochs > 1:
-            self._again.append((rows, list(given)))
-            self._update(*self._again[-1])
+            kept = list(given)
+            self._again.append((rows, kept))
+            self._update(rows, kept)
         else:
             self._update(rows, given)
         self.seconds += time.perf_counter() - start

@@ -221,7 +221,8 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
 
     def sync_cache(params: Weights, text: CommittedTokens, cache: Caches[PairsCache]) -> Caches[PairsCache]:
         def update(pairs: kv.Paging, cache: PairsCache) -> PairsCache:
-            return run(params, *committed(params, text.tokens, pairs, cache), pairs, cache)[1]
+            hidden, embedded = committed(params, text.tokens, pairs, cache)
+            return run(params, hidden, embedded, pairs, cache)[1]
 
         # The last committed token has no pair yet.
         return cache._replace(draft=in_blocks(update, text._replace(length=text.length - 1), cache.draft))

@@ -121,7 +121,7 @@ def _ttt_attention(
     def attend(queries: Queries, part: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> jax.Array:
         q, own_keys, own_values = part
         readable = queries.readable(segments, T)[:, :, None]
-        return _attend(q, readable, own_keys, own_values, keys[0], values[0])
+        return _attend(q, readable, own_keys, own_values=own_values, keys=keys[0], values=values[0])
 
     return by_queries(attend, query_parts(T), segments, arrays=(q, keys[1:], values[1:]))
 

@@ -99,7 +99,9 @@ def forward(
             mlp = feed_forward(config, partition, inputs.counted, replayed=replayed)
             return layer(x, w, config, angles=angles, attend=attend, mlp=mlp, sums=partition.sums(x.dtype))
 
-        x, aux, routed = _scanned(branch(params, "layers"), x, block, replayed, options, partition)
+        x, aux, routed = _scanned(
+            branch(params, "layers"), x, block, replayed=replayed, options=options, partition=partition
+        )
     else:
         assert table is not None, "a cache is read by a table"
         assert inputs.experts is None, "what is decoded chooses its experts"
@@ -289,7 +291,7 @@ def layer(
       sums: as of `matmul`, of attention's output.
     """
     normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
-    attended = kept(_attended(normed, w, config, angles, attend, attend_fused))
+    attended = kept(_attended(normed, w, config, angles=angles, attend=attend, attend_fused=attend_fused))
     x = x + kept(project_heads(attended, w["o"], sums))
     added, routed = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
     return x + added, routed
@@ -314,7 +316,8 @@ def _attended(
         return attend(turned(q, w["q_norm"]), turned(k, w["k_norm"]), v)
     fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
     if attend_fused is not None:
-        out = attend_fused(fused, kv.Heads(w["q_norm"], w["k_norm"], *angles))
+        sin, cos = angles
+        out = attend_fused(fused, kv.Heads(w["q_norm"], w["k_norm"], sin, cos=cos))
         if out is not None:
             return out
     # All at once, the values too, which are not kept: one kernel on a GPU in place of two for each of q and k.
