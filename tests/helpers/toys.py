@@ -84,7 +84,9 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
         inputs, rows_spec = (PartitionSpec(), *[PartitionSpec("rows")] * 3), PartitionSpec("rows")
         for name in ("prefill", "decode"):
             # Asked anew by each trace: inside a copy's loop the arrays are a device's own already.
-            toy[name] = lambda *arrays, fn=toy[name]: on_each_device(fn, mesh, inputs, out_specs=rows_spec)(*arrays)
+            toy[name] = lambda *arrays, cache, fn=toy[name]: on_each_device(fn, mesh, inputs, out_specs=rows_spec)(
+                *arrays, cache
+            )
     model = EngineFunctions(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
     shardings = Slots(**rows | {"lookup_cache": everywhere if limits.groups else None})
     lengths = lengths or tuple(range(drafter.length + 1))
