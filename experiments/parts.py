@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, RolloutEngines, build, make_learner, make_rollout, prepare
+from specrl_jax.training.build import Learner, build, make_learner, prepare
+from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import Problems, load_problems

@@ -21,7 +21,8 @@ from experiments.parts import Parts, make_parts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.state import RunState
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import make_rollout, prepare
+from specrl_jax.training.build import prepare
+from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.resume import open_checkpoints

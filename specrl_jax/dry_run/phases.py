@@ -18,7 +18,8 @@ from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs, logprob_passes
-from specrl_jax.training.build import Learner, RolloutEngines, make_learner, make_rollout
+from specrl_jax.training.build import Learner, make_learner
+from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan
 from specrl_jax.training.shapes import abstract_microbatch, abstract_rows

@@ -17,7 +17,8 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import Learner, RolloutEngines
+from specrl_jax.training.build import Learner
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.plan import draft_lengths

@@ -32,7 +32,8 @@ from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike
 from specrl_jax.learner.microbatches import split
 from specrl_jax.learner.policy_step import Features
-from specrl_jax.training.build import Learner, RolloutEngines
+from specrl_jax.training.build import Learner
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.replay import divisible
 

@@ -26,7 +26,8 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Learner, RolloutEngines, prepare
+from specrl_jax.training.build import Learner, prepare
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import speculation_metrics

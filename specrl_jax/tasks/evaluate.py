@@ -16,7 +16,8 @@ from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import Learner, RolloutEngines
+from specrl_jax.training.build import Learner
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.evaluate import evaluate
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs

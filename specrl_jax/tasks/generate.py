@@ -28,7 +28,8 @@ from specrl_jax.io import rollout_html
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, RolloutEngines, build
+from specrl_jax.training.build import Learner, build
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import response_texts, speculation_metrics

@@ -30,10 +30,12 @@ from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.build import Learner, RolloutEngines, build, make_scorer, prepare
+from specrl_jax.training.build import Learner, build, prepare
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.scoring import make_scorer
 
 LOG_EVERY = 50  # steps
 SHORTEST = 256  # row, tokens

@@ -27,8 +27,8 @@ from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.agreement import worker_facts
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import RolloutEngines, make_rollout
 from specrl_jax.training.choices import recorded_values, resumed
+from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.inference_engine import weights_shardings
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.speculation import Guarded

@@ -22,9 +22,9 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.conversations import begin_conversations
 from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.metrics import environment_metrics
 from specrl_jax.training.problems import Problems
 

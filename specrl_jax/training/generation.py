@@ -16,7 +16,6 @@ from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, group_rows
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.process_groups import Share
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.conversations import Conversations, begin_conversations
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
@@ -25,6 +24,7 @@ from specrl_jax.training.dynamic_sampling import (
     score_rollouts,
     with_rewards,
 )
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.lookahead_buffer import LookaheadBuffer, Upcoming
 from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS, PartialRollouts, enough_groups, split_groups
 from specrl_jax.training.prompt_lengths import PromptLengths

@@ -13,7 +13,8 @@ from specrl_jax.learner.state import RunState, abstract_state, init_random_param
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import init_adapters
-from specrl_jax.training.build import Learner, RolloutEngines
+from specrl_jax.training.build import Learner
+from specrl_jax.training.engines import RolloutEngines
 
 
 def initial_params(learner: Learner) -> Params:

@@ -21,15 +21,7 @@ from specrl_jax.learner.batch import least_pass
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import learner_devices, make_mesh
-from specrl_jax.training.build import (
-    Learner,
-    RolloutEngines,
-    find_tokenizer,
-    make_learner,
-    make_packing,
-    make_rollout,
-    make_scorer,
-)
+from specrl_jax.training.build import Learner, make_learner, make_packing
 from specrl_jax.training.cache_size import device_memory
 from specrl_jax.training.choices import (
     Machine,
@@ -40,8 +32,10 @@ from specrl_jax.training.choices import (
     recorded_values,
     resumed,
 )
+from specrl_jax.training.engines import RolloutEngines, find_tokenizer, make_rollout
 from specrl_jax.training.plan import Plan, make_plan, policy_sizes
 from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.scoring import make_scorer
 
 SAMPLED = 1000  # rows of a file that are read for further mistakes, where there are some already
 

@@ -20,8 +20,9 @@ from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.beside import Beside
-from specrl_jax.training.build import Learner, RolloutEngines, prepare
+from specrl_jax.training.build import Learner, prepare
 from specrl_jax.training.devices import Devices
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
 from specrl_jax.training.generation import NOTHING_PREFETCHED
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics

@@ -25,9 +25,9 @@ from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.process_groups import Agreement
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.serialize import Packed, unpack
-from specrl_jax.training.build import RolloutEngines
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.dynamic_sampling import gather_round
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.generation import (
     NOTHING_PREFETCHED,
     Newer,

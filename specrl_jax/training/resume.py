@@ -11,7 +11,8 @@ from specrl_jax.io.agreement import named_files
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, RolloutEngines
+from specrl_jax.training.build import Learner
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.generation import NOTHING_PREFETCHED, PrefetchedRollouts
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor

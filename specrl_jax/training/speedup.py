@@ -16,7 +16,7 @@ from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import Stopped
-from specrl_jax.training.build import RolloutEngines
+from specrl_jax.training.engines import RolloutEngines
 
 OnProgress = Callable[[int, int], None]  # of Engine.generate
 

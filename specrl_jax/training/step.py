@@ -20,8 +20,9 @@ from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import bytes_on_devices
-from specrl_jax.training.build import Learner, RolloutEngines, prepare
+from specrl_jax.training.build import Learner, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.generation import Published
 from specrl_jax.training.initial import with_initial_draft
 from specrl_jax.training.partial import PartialRollouts

@@ -15,7 +15,7 @@ from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
-from specrl_jax.training.build import RolloutEngines
+from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers.messages import (
     CHOOSES,

@@ -18,10 +18,12 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import loop
-from specrl_jax.training.build import Learner, RolloutEngines, make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import Learner, make_learner
+from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.scoring import make_scorer
 
 NEVER = threading.Event()
 

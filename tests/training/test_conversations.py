@@ -26,10 +26,12 @@ from specrl_jax.rewards.scorer import GIB, Scorer, Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.evaluate import evaluate_policy
 from specrl_jax.training import dynamic_sampling
-from specrl_jax.training.build import make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import make_learner
 from specrl_jax.training.conversations import Conversations, begin_conversations, row_of
+from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import load_problems
+from specrl_jax.training.scoring import make_scorer
 from tests.helpers.training import NEVER, Run, StopAfter, changed, samples, saved, train
 
 STRANGE = "tests.rewards.environments.strange:"

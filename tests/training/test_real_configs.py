@@ -10,7 +10,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import without_files
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import make_rollout
+from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.plan import make_plan
 
 pytestmark = pytest.mark.slow

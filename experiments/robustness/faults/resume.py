@@ -24,10 +24,11 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.digests import name_of
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import build, make_scorer
+from specrl_jax.training.build import build
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.loop import training_steps
 from specrl_jax.training.problems import load_problems
+from specrl_jax.training.scoring import make_scorer
 
 
 def finished(workdir: pathlib.Path, steps: int, abstract: RunState) -> Run:

@@ -1,0 +1,48 @@
+"""The scorer of a run."""
+
+from collections.abc import Sequence
+
+from specrl_jax.config import Config, RewardConfig
+from specrl_jax.rewards.code.reward import CodeOptions
+from specrl_jax.rewards.messages import RewardInput
+from specrl_jax.rewards.sandbox.choose import choose
+from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
+from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
+from specrl_jax.rewards.worker import CODE
+
+
+def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnAnswer] = ()) -> Scorer:
+    """Return the scorer of reward.* and environment.*; its processes start when it does.
+
+    Raises InputError for a reward or environment that cannot be loaded, or a reward that cannot score one of the rows
+    `first` or does not pay 1 for one of `own`, and where the reward `code` has no sandbox.
+    """
+    r, e = config.reward, config.environment
+    code = _code_options(r) if CODE in r.names else None
+    environment = make_environment(e.name, e.seconds, e.workers, memory=r.memory)
+    scorer = Scorer(
+        r.names,
+        r.weights,
+        r.timeout,
+        workers=r.workers,
+        memory=r.memory,
+        correct_from=r.correct_from,
+        code=code,
+        environment=environment,
+    )
+    try:
+        scorer.try_rows(first)
+        scorer.require_own(own)
+    except BaseException:
+        scorer.close()
+        raise
+    return scorer
+
+
+def _code_options(reward: RewardConfig) -> CodeOptions:
+    """Choose the sandbox of programs, by running one, and say which it is."""
+    r = reward
+    limits = Limits(r.test_seconds, int(r.test_memory * GIB), int(r.test_output * MIB), processes=r.test_processes)
+    sandbox = choose(r.sandbox, r.sandbox_url, r.sandbox_python, limits=limits._replace(disk=int(r.test_disk * MIB)))
+    print(sandbox.line())
+    return CodeOptions(sandbox, r.tests == "share", r.timeout)
