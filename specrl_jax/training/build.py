@@ -1,4 +1,4 @@
-"""The jitted steps of the learner, and both halves of a run. Building compiles nothing; a step does at its first call."""
+"""The learner's jitted steps, and both halves of a run. Building compiles nothing; a step does when first called."""
 
 import dataclasses
 
