@@ -17,8 +17,8 @@ from experiments.accelerator.cells import Cell, Key
 from experiments.accelerator.parts import PARTS, Budget, Part, Results, Row, run_parts
 from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
 from experiments.kernels import run as ceilings
-from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.decode import chunk_inputs
+from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.training.cache_size import device_memory
 

@@ -20,7 +20,7 @@ from experiments.accelerator.sizes import FULL
 from experiments.simulator.cost import DecoderCost
 from experiments.simulator.hardware import HARDWARE
 from experiments.simulator.programs import PATH
-from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.programs import Program
 from specrl_jax.dry_run.targets import TARGETS
 
 COMMAND = "python -m experiments.accelerator.constants"

@@ -25,7 +25,7 @@ from experiments.hlo.text import read_text
 from experiments.hlo.traffic import Pool, Traffic, traffic
 from specrl_jax.accelerator_flags import flags_for
 from specrl_jax.config import Config
-from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.programs import Program
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import with_layers
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, installed

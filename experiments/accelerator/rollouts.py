@@ -18,7 +18,7 @@ from experiments.accelerator.sizes import RATES, LongTail, Sizes
 from experiments.engine import live_work
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.calibration import calibrate
-from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig

@@ -16,7 +16,7 @@ from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.calibration import calibrate
-from specrl_jax.decoding.compiled import CompiledFunctions, Program
+from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
@@ -24,6 +24,7 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.multi_turn import MultiTurnBatch
+from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler

@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState

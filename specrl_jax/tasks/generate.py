@@ -18,9 +18,9 @@ from specrl_jax.core import open_written
 from specrl_jax.data.prompts import holds_special
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Messages, Tokenizer
-from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, printable

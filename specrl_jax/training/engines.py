@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from specrl_jax.config import Config
 from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
 from specrl_jax.data.turns import end_of_turn_fault
-from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine, shares
+from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.process_groups import Agreement
 from specrl_jax.training.inference_engine import (

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.engine import Engine, check_prompts
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.drafts.weights import Weights

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import FixedLength
+from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import Stopped

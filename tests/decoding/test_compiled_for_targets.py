@@ -11,8 +11,8 @@ import pytest
 from experiments.hlo.count import parse
 from experiments.hlo.iteration import iteration_bytes
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import PREEMPTION, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.programs import PREEMPTION, Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from specrl_jax.decoding.compiled import abstract_prefill_batch
 from specrl_jax.decoding.history import History
+from specrl_jax.decoding.programs import abstract_prefill_batch
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import EngineConfig
 

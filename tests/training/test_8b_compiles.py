@@ -11,8 +11,8 @@ from configs import rlzero_8b
 from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
