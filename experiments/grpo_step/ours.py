@@ -29,13 +29,13 @@ from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.async_pipeline import make_pipeline
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import step_metrics
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import make_pipeline
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.step import train_step

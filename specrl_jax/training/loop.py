@@ -19,6 +19,7 @@ from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.training.async_pipeline import make_pipeline
 from specrl_jax.training.beside import Beside
 from specrl_jax.training.build import Learner, prepare
 from specrl_jax.training.devices import Devices
@@ -27,7 +28,7 @@ from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
 from specrl_jax.training.generation import NOTHING_PREFETCHED
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
+from specrl_jax.training.pipeline import Pipeline, with_rollouts
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
 from specrl_jax.training.saving import DueSaves, save_good

@@ -9,8 +9,8 @@ import pytest
 
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.training.async_pipeline import Async
 from specrl_jax.training.inflight import WeightUpdates
-from specrl_jax.training.pipeline import Async
 from tests.helpers.training import assert_refused, saved, train, untimed
 from tests.training.test_exact import STEPS, forget, no_evaluation, run_of
 

@@ -16,12 +16,13 @@ from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
+from specrl_jax.training.async_pipeline import Async
 from specrl_jax.training.build import prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.generation import PrefetchedRollouts, RolloutBatch
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS
-from specrl_jax.training.pipeline import AHEAD, Async, Sync, with_rollouts, without_rollouts
+from specrl_jax.training.pipeline import AHEAD, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
