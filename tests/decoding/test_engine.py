@@ -88,9 +88,9 @@ def test_the_cost_of_an_iteration_excludes_refills():
     run.compiled.compile_all(TABLE)
     ready, start = [], run.compiled.decode
 
-    def watched(params, slots, *rest):
+    def watched(params, slots, k, *, inputs):
         ready.append(all(x.is_ready() for x in jax.tree.leaves(slots)))
-        return start(params, slots, *rest)
+        return start(params, slots, k, inputs=inputs)
 
     run.compiled.decode = watched
     run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=Controller((0,), (10,)))
@@ -709,7 +709,7 @@ def test_a_drafters_cache_is_updated_only_after_missed_tokens(lengths, monkeypat
             synced.append(len(chunks))
         else:
             chunks.append(k)
-        return inner(params, slots, k, inputs)
+        return inner(params, slots, k, inputs=inputs)
 
     monkeypatch.setattr(run.compiled, "decode", spy)
     choose, chosen = changing(lengths)

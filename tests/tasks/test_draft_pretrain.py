@@ -177,8 +177,8 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
     )
     seen, lengths = [], iter([1.5, 2.0, 1.9, 1.9])
 
-    def measure(learner, rollout, problems, start, display):
-        seen.append(jax.device_get(start.draft.params))
+    def measure(learner, rollout, problems, *, state, display):
+        seen.append(jax.device_get(state.draft.params))
         return {"spec/acceptance_length": next(lengths)}
 
     monkeypatch.setattr(draft_pretrain, "held_out_acceptance", measure)
