@@ -352,10 +352,10 @@ def status(field):  # bytes
 
 small, large = sys.argv[1:]
 partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}), LEARNER)
-jax.block_until_ready(hf.load_params(small, hf.load_config(small), partition, jnp.float32))
+jax.block_until_ready(hf.load_params(small, hf.load_config(small), partition, dtype=jnp.float32))
 open("/proc/self/clear_refs", "w").write("5")  # resets the peak to the present level
 before = status("VmRSS")
-params = jax.block_until_ready(hf.load_params(large, hf.load_config(large), partition, jnp.float32))
+params = jax.block_until_ready(hf.load_params(large, hf.load_config(large), partition, dtype=jnp.float32))
 print(status("VmHWM") - before)
 """
 
