@@ -55,7 +55,7 @@ def train(
       >>> c.steps, c.grpo.prompts_per_step, c.grpo.group_size, c.rollout.num_slots = 1, 1, 2, 1
       >>> c.rollout.max_response_tokens, c.eval.samples, c.eval.problems = 4, 1, 1
       >>> rows = list(train(from_config_dict(c), tempfile.mkdtemp()))
-      evaluating 1 answers...
+      evaluating 2 answers...
       >>> [row["step"] for row in rows]
       [0, 1]
     """
