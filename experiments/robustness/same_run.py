@@ -37,7 +37,14 @@ FURTHER = {"workers": "eagle3", "exact": "eagle3", "quantised": "eagle3", "envir
 STEPS = 4
 
 # Metrics whose names start so depend on the clock.
-TIMED = ("time/", "perf/", "draft/seconds", "rollout/tokens_per_second")
+TIMED = (
+    "time/",
+    "perf/",
+    "draft/seconds",
+    "rollout/tokens_per_second",
+    "environment/seconds",
+    "eval/environment/seconds",
+)
 
 # Host state that is not compared: of options that are gone (draft.update_growth), times of rollouts ahead, and where
 # the files of a config lie.
