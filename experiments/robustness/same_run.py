@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 KINDS = ("none", "eagle3", "mtp", "model", "ngram", "suffix")
 MODES = ("sync", "async")
 # Of one kind of draft each.
-FURTHER = {"workers": "eagle3", "exact": "eagle3", "quantised": "eagle3", "environment": "suffix"}
+FURTHER = {"workers": "eagle3", "exact": "eagle3", "quantised": "eagle3", "environment": "none"}
 STEPS = 4
 
 # Metrics whose names start so depend on the clock.
