@@ -6,8 +6,8 @@
 For each kind of draft and each pipeline mode, `main.py` of both trees makes the same short RL run on this machine:
 configs/rlzero_tiny.py:smoke, with a reward that differs from answer to answer and learning rates that move the policy
 and the draft. The draft length is fixed, since the controller reads the clock. With an EAGLE-3 head so are further
-modes: rollouts of a worker's process, exact ones that begin early, quantised weights; with a suffix draft conversations
-with an environment.
+modes: rollouts of a worker's process, exact ones that begin early, quantised weights; without a draft conversations
+with an environment, under parity, since when an answer comes may change a row's shape.
 """
 
 import contextlib
@@ -44,6 +44,7 @@ TIMED = (
     "rollout/tokens_per_second",
     "environment/seconds",
     "eval/environment/seconds",
+    "rollout/parked",  # by an answer of an environment that comes late
 )
 
 # Host state that is not compared: of options that are gone (draft.update_growth), times of rollouts ahead, and where
@@ -91,6 +92,8 @@ OF_MODE: dict[str, dict[str, object]] = {
         "data.task": "calls",
         "environment.name": "tiny_calculator",
         "environment.turns": 3,
+        "rollout.rule": "coupled",
+        "rollout.parity": True,
         "rollout.max_prompt_tokens": 10,
         "rollout.max_response_tokens": 40,
         "rollout.prefill_tokens": 16,
