@@ -42,12 +42,12 @@ class Jitted(Protocol[P, R]):
     def eval_shape(self, *args: object) -> R: ...
 
 
-def compiler_options() -> dict[str, str | bool]:
-    """Return the options with which this machine's programs are compiled.
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """Return the options with which programs for a platform are compiled.
 
     LLVM's level 1 on a CPU: nine tenths of the seconds of the default, with the same bits and speed (docs/hardware.md).
     """
-    return {"xla_backend_optimization_level": "1"} if jax.default_backend() == "cpu" else {}
+    return {"xla_backend_optimization_level": "1"} if platform == "cpu" else {}
 
 
 def branch(tree: Mapping[str, Leaf], name: str) -> Mapping[str, Leaf]:

@@ -121,7 +121,11 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
 
         def finish() -> Callable:
             start = time.perf_counter()
-            compiled = lowered.compile(compiler_options()) if lowered else self.describe(program, params)[0]
+            compiled = (
+                lowered.compile(compiler_options(jax.default_backend()))
+                if lowered
+                else self.describe(program, params)[0]
+            )
             self.seconds[program] = traced + time.perf_counter() - start
             return compiled
 

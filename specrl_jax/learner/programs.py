@@ -102,7 +102,7 @@ class AnnouncedStep(Generic[P, R]):
     def _compile(self, args: tuple[object, ...]) -> Callable[..., R]:
         start = time.perf_counter()
         lowered = self._step.lower(*args)
-        compiled = lowered.compile(compiler_options())
+        compiled = lowered.compile(compiler_options(jax.default_backend()))
         if self.result is None:
             self.result = placed(lowered.out_info, compiled.output_shardings)
         shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]

@@ -108,7 +108,7 @@ def make_prepare(
             policy = qwen3.inference_params(policy, model, config.dtype, kind=config.quantize)
             return Weights(policy, own, vocab_map, checksum=checksum((rounded, vocab_map)))
 
-        return jax.jit(prepare, out_shardings=out, compiler_options=compiler_options())
+        return jax.jit(prepare, out_shardings=out, compiler_options=compiler_options(learner.platform))
 
     if learner.mesh == partition.mesh:
         return program(shardings(partition))

@@ -195,7 +195,7 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
         a = eagle3.layer(params.draft, c, hidden, embedded=embedded, angles=angles, attend=attend)
         deeper = functools.partial(deeper_layer, places=places, config=c, partition=config.partition)
         for i, w in enumerate(network.deeper_layers(params.draft, c), start=1):
-            a, written[i] = deeper(w, a, angles, written[i])
+            a, written[i] = deeper(w, a, angles, pages=written[i])
         return config.partition.constrain(a, "batch", None, None), cache._replace(layers=tuple(written))
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[PairsCache]]:
