@@ -104,7 +104,7 @@ class AnnouncedStep(Generic[P, R]):
         lowered = self._step.lower(*args)
         compiled = lowered.compile(compiler_options(jax.default_backend()))
         if self.result is None:
-            self.result = placed(lowered.out_info, compiled.output_shardings)
+            self.result = _placed(lowered.out_info, compiled.output_shardings)
         shapes = [f" {x.tokens.shape[0]} x {x.tokens.shape[1]} tokens" for x in args if isinstance(x, Rows)]
         self._programs.on_program(self._name + "".join(shapes), time.perf_counter() - start)
         check_fits(self._phase, compiled)
@@ -121,7 +121,7 @@ def _shapes(args: tuple[object, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(np.shape(x) for x in jax.tree.leaves(args))
 
 
-def placed(shapes: Any, shardings: Any) -> Any:
+def _placed(shapes: Any, shardings: Any) -> Any:
     """Return shapes with shardings, two trees alike."""
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings)
 
