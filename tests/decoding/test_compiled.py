@@ -63,7 +63,9 @@ def compiled():
     run = make_engine(cell, EngineConfig(16, 3, 10, **sizes), 3, lengths=(0, 1, 3))
     told = {}
     run.compiled.compile_all(TARGET, told.__setitem__)
-    return run, Controller((0, 1, 3), (16, 8, 2), probe_budget=1.0), told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specrl_jax.decoding.controller.PROBE_BUDGET", 1.0)
+        yield run, Controller((0, 1, 3), (16, 8, 2)), told
 
 
 @pytest.mark.slow

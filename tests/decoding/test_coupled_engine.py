@@ -98,10 +98,11 @@ def changing(*lengths):
 
 
 @pytest.mark.slow
-def test_nor_on_what_a_controller_chooses(in_float64):
+def test_nor_on_what_a_controller_chooses(in_float64, monkeypatch):
     """An adaptive run that probes often, over three lengths and two sizes."""
     programs, sizes = (0, 1, 3), (32, 8)
-    controller = Controller(programs, sizes, probe_budget=1.0)
+    monkeypatch.setattr("specrl_jax.decoding.controller.PROBE_BUDGET", 1.0)
+    controller = Controller(programs, sizes)
     out = generate("stateful", 3, controller, programs=programs, num_slots=32, sizes=(8,), chunk=3)
     assert_same_tokens(out)
     assert len({chunk.k for chunk in out.chunks}) > 1 and {chunk.size for chunk in out.chunks} == set(sizes)

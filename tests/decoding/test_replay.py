@@ -150,9 +150,11 @@ def test_replays_foretell_the_tokens_a_verification():
     assert foretold == pytest.approx(real, rel=0.05)
 
 
-def test_a_controller_that_drafts_nothing_acts_on_replays():
+def test_a_controller_that_drafts_nothing_acts_on_replays(monkeypatch):
     """Without a probe: copies that were never right begin to be."""
-    controller = Controller((0, 1, 3), (8,), probe_budget=0.0, initial_budget=0.0)
+    for budget in ("PROBE_BUDGET", "INITIAL_BUDGET"):
+        monkeypatch.setattr(f"specrl_jax.decoding.controller.{budget}", 0.0)
+    controller = Controller((0, 1, 3), (8,))
     for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.3)):
         controller.calibrate(8, k, seconds, live=10.0)
     controller.observe(
