@@ -1,7 +1,6 @@
 """Resumable batches of problems from built-in tasks and files, through grain."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import grain
 
@@ -9,13 +8,7 @@ from specrl_jax.data.problem import Problem
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.errors import InputError
 
-
-class Source(Protocol):
-    """Random access to problems: a TaskSource, or the list of a file."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Problem: ...
+Source = TaskSource | Sequence[Problem]
 
 
 class ProblemStream:

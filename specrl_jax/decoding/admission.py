@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.types import Draft
-from specrl_jax.core import Tree
+from specrl_jax.decoding.pages import pick
 from specrl_jax.decoding.state import Slots
 
 
@@ -91,18 +91,7 @@ def flat_inputs(slots: Slots, inputs: jax.Array, admitted: Admitted) -> tuple[ja
       inputs: [B, k + 1] int32, the last committed token of each row and its drafts.
     """
     running = inputs, jnp.where(slots.done, 0, slots.length), slots.table
-    tokens, length, table = of_shards(running, admitted.row)
+    tokens, length, table = jax.tree.map(lambda x: pick(x, admitted.row), running)
     offset = admitted.offset.reshape(-1)
     positions = jnp.where(admitted.taken.reshape(-1) & (length > 0), length - 1 + offset, -1)
     return jnp.take_along_axis(tokens, offset[:, None], axis=1), Paging(table, positions[:, None])
-
-
-def of_shards(tree: Tree, index: jax.Array) -> Tree:
-    """Return the entries `index` [D, ...] of arrays [D n, ...], each shard's among its own n: nothing moves between."""
-
-    def of_array(x: jax.Array) -> jax.Array:
-        parts = x.reshape(len(index), -1, *x.shape[1:])
-        found = jax.vmap(lambda part, index: part[index])(parts, index)
-        return found.reshape(-1, *found.shape[2:])
-
-    return jax.tree.map(of_array, tree)

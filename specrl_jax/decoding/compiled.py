@@ -18,10 +18,9 @@ import numpy as np
 from specrl_jax.core import compiler_options
 from specrl_jax.decoding.decode import ChunkInputs
 from specrl_jax.decoding.extend import Extension
-from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.programs import PREEMPTION, EnginePrograms, Program
 from specrl_jax.decoding.reverify import Reverified
-from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
+from specrl_jax.decoding.state import Cache, ChunkStatistics, Params, PrefillBatch, Prompts, Slots
 
 # Programs compiled at once: at 8B each takes about a GB of the host's memory meanwhile.
 MOST_THREADS = 8
@@ -41,17 +40,9 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
       spare: set once a first call leaves a thread of `compile_all` free.
     """
 
-    def __init__(
-        self,
-        functions: EngineFunctions[Params, Cache],
-        config: EngineConfig,
-        lengths: tuple[int, ...],
-        *,
-        shardings: Slots,
-        prompt_shardings: Prompts,
-    ) -> None:
-        """Take the arguments of `EnginePrograms`. Compiles nothing."""
-        super().__init__(functions, config, lengths, shardings=shardings, prompt_shardings=prompt_shardings)
+    def __post_init__(self) -> None:
+        """Compile nothing."""
+        super().__post_init__()
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
         self.on_begin: Callable[[list[Program]], None] = lambda programs: None
         self.on_program: Callable[[Program, float], None] = lambda program, seconds: None
@@ -206,9 +197,9 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
 
     def read_records(self, params: Params, slots: Slots[Cache], shard: np.ndarray, *, pages: np.ndarray) -> jax.Array:
         """Call `read_records` on the slots' pool."""
-        assert self._functions.recorded is not None, "something is recorded"
+        assert self.functions.recorded is not None, "something is recorded"
         program = self.get(Program("read_records", self.sizes[0]), params)
-        return program(self._functions.recorded(slots.cache), shard, pages)
+        return program(self.functions.recorded(slots.cache), shard, pages)
 
     def get(self, program: Program, params: Params) -> Callable:
         """Return the compiled function of a program."""

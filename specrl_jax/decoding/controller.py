@@ -10,12 +10,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
 from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
 from specrl_jax.decoding.costs import CostEstimate
+from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.serialize import Packed, pack, unpack
 
@@ -40,13 +41,6 @@ def best_length(tokens: np.ndarray | Sequence[float], costs: np.ndarray | Sequen
     return np.argmax(np.asarray(tokens) / np.asarray(costs), axis=-1)
 
 
-class Choice(NamedTuple):
-    """Draft length and iterations of the next chunk."""
-
-    k: int  # tokens drafted per iteration
-    iterations: int | None  # at most; None: a full chunk
-
-
 @dataclasses.dataclass
 class _Probing:
     """The choice and its probes at one compiled batch size; lists are indexed like `Controller.lengths`."""
@@ -69,7 +63,7 @@ class _Estimates:
     prediction_at_reset: list[float] = dataclasses.field(default_factory=list)  # which last reset the probes' backoff
 
 
-class Controller:
+class Controller(DraftLengthPolicy):
     """Running estimates of acceptance and cost, and the choice that follows from them.
 
     Unused lengths share PROBE_BUDGET of the running time. A length is probed when its budget covers the probe's

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax.core import stand_in
-from specrl_jax.decoding.batch import ActiveBatch, EngineParts
+from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.extend import Extension
 from specrl_jax.decoding.preemption import PreemptedRow
 from specrl_jax.decoding.rollout_buffer import how_ended
@@ -43,28 +44,32 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
     """Runs decode chunks, hands ended turns to their environments, and appends the answers.
 
     Args:
-      longest: most response tokens of each request, those of the environment included.
       on_progress: called with (finished rollouts, all rollouts) while only environments are at work.
     """
 
     def __init__(
         self,
-        engine: EngineParts[Params, Cache],
+        compiled: CompiledFunctions[Params, Cache],
         params: Params,
         scheduler: Scheduler,
         *,
         seed: int,
         version: WeightsVersion,
         turns: Turns,
-        longest: Sequence[int],
         on_progress: Callable[[int, int], None],
     ) -> None:
-        super().__init__(engine, params, scheduler, seed=seed, version=version)
-        self._turns, self._longest, self._on_progress = turns, longest, on_progress
+        super().__init__(compiled, params, scheduler, seed=seed, version=version)
+        self._turns, self._on_progress = turns, on_progress
+        assert scheduler.requests.responses is not None
+        self._longest = scheduler.requests.responses  # most response tokens, those of the environment included
         self._waiting: dict[int, _Waiting] = {}  # by request
-        self._written: list[list[slice]] = [[] for _ in range(scheduler.total)]  # of each request, by its environment
-        self._prefilled = np.zeros(scheduler.total, np.int32)  # behind the prompt, or again
-        self._ended = np.zeros(scheduler.total, bool)  # a request's last turn, and its environment goes on no more
+        self._written: list[list[slice]] = [
+            [] for _ in range(scheduler.requests.total)
+        ]  # of each request, by its environment
+        self._prefilled = np.zeros(scheduler.requests.total, np.int32)  # behind the prompt, or again
+        self._ended = np.zeros(
+            scheduler.requests.total, bool
+        )  # a request's last turn, and its environment goes on no more
 
     @property
     def active(self) -> np.ndarray:
@@ -88,7 +93,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
             if self.running or not self._waiting:
                 break
             self._hear(PATIENCE if wanted else POLL)
-            self._on_progress(self.finished, self.scheduler.asked)
+            self._on_progress(self.finished, self.scheduler.requests.asked)
         self._compact()
         return self.running > 0
 
@@ -109,7 +114,8 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         slots = self.slots
         found = self._fetch((slots.tokens, slots.prompt_length, slots.turn_start, slots.length))
         tokens, prompts, starts, lengths = found
-        eos, stopped = how_ended(tokens, starts, lengths, eos_ids=self._engine.eos_ids, stops=self._engine.stops)
+        functions = self._compiled.functions
+        eos, stopped = how_ended(tokens, starts, lengths, eos_ids=functions.eos_ids, stops=functions.stops)
         for row in rows:
             request, length = int(self.scheduler.owner[row]), int(lengths[row])
             turn = tokens[row, starts[row] : length].copy()
@@ -142,7 +148,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
 
     def _go_on(self) -> None:
         """Append what environments said to rows in slots, the oldest first, as far as there are pages."""
-        scheduler, config = self.scheduler, self._engine.config
+        scheduler, config = self.scheduler, self._compiled.config
         waits = ((request, self._waiting.get(request)) for request in scheduler.owner.tolist())
         fresh = [(request, one, one.answer) for request, one in waits if one and one.answer is not None]
         if not fresh:
@@ -169,7 +175,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         if not count.any():
             return
         new = Extension(stand_in(tokens), stand_in(count), stand_in(start), limit=stand_in(limit))
-        self.slots = self._engine.compiled.extend(self._params, self.slots, new)
+        self.slots = self._compiled.extend(self._params, self.slots, new)
         self._counted = None
         for row in np.flatnonzero(count):
             self._note(int(scheduler.owner[row]), int(start[row]), int(count[row]))
@@ -183,7 +189,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
     def _more_pages(self, waiting: _Waiting, held: int) -> int:
         """Return how many pages a request needs beside those that it holds, for what its environment said."""
         tokens = waiting.length + len(waiting.answer or ())
-        return max(0, -(-tokens // self._engine.config.page_tokens) - int(held))
+        return max(0, -(-tokens // self._compiled.config.page_tokens) - int(held))
 
     def _make_room_for(self, row: int, shard: int, lacking: int) -> int:
         """Preempt other rows of a shard, the youngest first, until `lacking` pages more are free; return how many are.
@@ -191,7 +197,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         All of them wait: each would else hold the pages that another one needs.
         """
         scheduler, before = self.scheduler, self._free[shard]
-        per_shard = self.size // self._engine.config.shards
+        per_shard = self.size // self._compiled.config.shards
         while self._free[shard] - before < lacking:
             rows = shard * per_shard + np.flatnonzero(scheduler.owner.reshape(-1, per_shard)[shard] != FREE)
             others = set(rows.tolist()) - {row}
@@ -220,12 +226,12 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
     def _preempt(self, row: int, copy: bool = True) -> None:
         """Preempt a row; what the pages of a waiting one hold is copied or lost, as the engine's config says."""
         if waiting := self._waiting.get(int(self.scheduler.owner[row])):
-            copy = self._engine.config.copies_pages and not waiting.pages_lost
+            copy = self._compiled.config.copies_pages and not waiting.pages_lost
             waiting.pages_lost = not copy
         super()._preempt(row, copy)
 
     def _stop_at_rows(self) -> np.ndarray:
         """Return of each shard [D] the running rows at which it stops: enough have ended a turn."""
-        config = self._engine.config
+        config = self._compiled.config
         ended = max(1, config.refill_rows // config.shards)
         return np.maximum(0, self.active.reshape(config.shards, -1).sum(axis=1) - ended)

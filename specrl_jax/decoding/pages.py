@@ -131,5 +131,5 @@ def join(x: jax.Array) -> jax.Array:
 
 
 def pick(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows [D, m] int32, numbers within their shard, of x [D n, ...], as [D m, ...]."""
+    """Return rows [D, m, ...] int32, numbers within their shard, of x [D n, ...], as [D m, ...]."""
     return join(jax.vmap(lambda x, rows: x[rows])(split(x, len(rows)), rows))

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
-from specrl_jax.decoding.admission import admit, flat_inputs, of_shards
+from specrl_jax.decoding.admission import admit, flat_inputs
 from specrl_jax.decoding.lookup_cache import append
+from specrl_jax.decoding.pages import pick
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
 from specrl_jax.decoding.stop_texts import StopTexts
@@ -61,7 +62,7 @@ def speculative_step(
             chosen = admit(slots, draft, options.budget)
             tokens, paging = flat_inputs(slots, inputs, chosen)
             logits, cache = target_fn(tokens, paging, cache)
-            logits = of_shards(logits[:, 0], chosen.place)
+            logits = pick(logits[:, 0], chosen.place)
             draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
         noise = Noise(seed, slots.rollout_id, slots.length)
         verified = options.verify(VerifyInputs(noise, draft, logits, sampling=slots.sampling), options.sampling)

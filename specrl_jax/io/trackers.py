@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Tracker:
-    """Shows nothing. Any call of a subclass may raise anything."""
+    """Shows nothing; the metrics of all processes but the first. Any call of a subclass may raise anything."""
 
     name = ""
 

@@ -4,7 +4,6 @@ Each worker has a thread, which hands it a few answers at a time and hears of ea
 alone, each has the full time limit, and it is known which one a worker was scoring when it died.
 """
 
-import atexit
 import multiprocessing
 import os
 import threading
@@ -12,47 +11,28 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from specrl_jax.rewards.code.reward import CodeOptions
-from specrl_jax.rewards.messages import NotScored, Outcome, RewardInput
-from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
+from specrl_jax.rewards.messages import Outcome, RewardInput
+from specrl_jax.rewards.process import Lost, WorkerProcess
+from specrl_jax.rewards.worker_group import WorkerGroup, how_lost
 
 MAX_ROWS = 32  # that a worker gets at once
 ATTEMPTS = 2  # workers that an answer may lose
-LOSSES = 5  # times the number of workers: so many that end in a row before they score anything fail the run
 
 
-class Workers:
-    """`count` processes that score with the rewards `names`; they start when first needed.
+class Workers(WorkerGroup):
+    """Processes that score with the rewards `names`.
 
     Args:
       timeout: seconds for all rewards of one answer.
-      memory: bytes that a worker may take beyond its imports.
-      code: options of the reward `code`, where it is among them.
+      count, memory, code: as of `WorkerGroup`.
     """
 
     def __init__(
         self, names: Sequence[str], timeout: float, count: int, *, memory: int, code: CodeOptions | None = None
     ) -> None:
-        self.names, self.timeout, self.count, self.memory, self.code = tuple(names), timeout, count, memory, code
+        super().__init__(names, count, memory=memory, code=code)
+        self.timeout = timeout
         self._calls = threading.RLock()  # one at a time
-        self._changes = threading.Lock()  # of what follows
-        self._workers: list[WorkerProcess] = []
-        self._losses = 0  # since a worker last scored something
-
-    def start(self) -> None:
-        """Start the processes without waiting for them."""
-        with self._calls:
-            if not self._workers:
-                self._workers = [WorkerProcess(self.names, self.memory, self.code) for _ in range(self.count)]
-                atexit.register(self.close)
-
-    def close(self) -> None:
-        """End the processes; a call in another thread raises RuntimeError. A later call starts new ones."""
-        with self._changes:
-            workers, self._workers, self._losses = self._workers, [], 0
-        if workers:
-            atexit.unregister(self.close)
-        for worker in workers:
-            worker.end()
 
     def problem(self) -> str:
         """Return why a worker cannot load the rewards, in one line; "" if it can. Waits for a worker."""
@@ -62,9 +42,9 @@ class Workers:
             try:
                 return worker.hello().problem
             except Lost as lost:
-                said = _said(lost, worker.end())
+                ending = how_lost(lost, worker.end())
             self.close()
-            return f"loading {', '.join(self.names)}: the worker {said}"
+            return f"loading {', '.join(self.names)}: the worker {ending}"
 
     def score(self, rows: Sequence[RewardInput], while_waiting: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the outcomes in order. Raises NotScored if workers die before they score, RuntimeError on `close`.
@@ -115,31 +95,16 @@ class Workers:
             batch.settle(left.popleft(), Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s"))
             return False
         except Lost as lost:
-            said = self._replace(place, workers, lost)
+            ending = self._replace(place, workers, lost)
             batch.lost[left[0]] += 1
             if batch.lost[left[0]] == ATTEMPTS:
-                batch.settle(left.popleft(), Outcome((), failure="died", detail=f"the worker {said}"))
+                batch.settle(left.popleft(), Outcome((), failure="died", detail=f"the worker {ending}"))
             return False
         finally:
             batch.give_back(left)
         if full:
             self._replace(place, workers)
         return not full
-
-    def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
-        """Replace the worker in a place; return what became of it."""
-        said = _said(lost, workers[place].end())
-        with self._changes:
-            if workers is not self._workers:
-                raise RuntimeError("reward workers: closed during a call")
-            workers[place] = WorkerProcess(self.names, self.memory, self.code)
-        return said
-
-    def _count_loss(self, said: str) -> None:
-        with self._changes:
-            self._losses += 1
-            if self._losses >= LOSSES * self.count:
-                raise NotScored(f"reward workers die: {self._losses} times in a row; the last {said}")
 
 
 class _Batch:
@@ -190,11 +155,6 @@ class _Batch:
 
     def _over(self) -> bool:
         return self._error is not None or len(self._outcomes) == len(self.rows)
-
-
-def _said(lost: Lost | None, ended: str) -> str:
-    """Return what became of a worker: how it ended, unless it had to be ended."""
-    return ended if str(lost) == GONE else str(lost or "")
 
 
 def cores() -> int:

@@ -17,6 +17,7 @@ from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock
@@ -130,10 +131,9 @@ def evaluate(
             prompts,
             samples,
             seed=noise,
-            first_id=first_id,
+            options=CallOptions(first_id=first_id, turns=turns),
             on_progress=on_progress,
             lengths=lengths,
-            turns=turns,
         )
         own = np.arange(count).reshape(-1, each)[share.within]
         # The samples of each prompt, then its greedy response if there is one.

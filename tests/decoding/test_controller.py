@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
-from specrl_jax.decoding.controller import Choice, Controller, best_length
+from specrl_jax.decoding.controller import Controller, best_length
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.rollouts import DecodeChunk
 from tests.helpers.long import long_but
 

@@ -12,6 +12,7 @@ import pytest
 
 from kernels_pallas.verify import reference
 from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
@@ -32,7 +33,7 @@ def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **s
     with jax.enable_x64(True):
         run = make_engine(cell, limits, k, np.float64, lengths=programs)
         history = history_of(PROMPTS, LONGEST, V - 1)
-        return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, history=history)
+        return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, options=CallOptions(history=history))
 
 
 @functools.cache

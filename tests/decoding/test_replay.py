@@ -9,8 +9,10 @@ import pytest
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.controller import Choice, Controller
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.replay import replay
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -47,7 +49,7 @@ def test_every_replayed_draft_is_the_draft_of_that_moment(groups):
     engine_ = engine(drafter, groups)
 
     def slots_after(*chunks):
-        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, samples=2), seed=1)
+        batch = ActiveBatch(engine_.compiled, TABLE, Scheduler(engine_.config, 0, Requests(PROMPTS, 2)), seed=1)
         batch.prepare()
         for n in chunks:
             batch.decode(Choice(0, n))
@@ -101,7 +103,7 @@ def test_only_plain_chunks_of_replayable_drafters_are_replayed():
         (dataclasses.replace(drafter, replayable=False), 0, False),
     ):
         engine_ = engine(drafts)
-        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, samples=SAMPLES), seed=0)
+        batch = ActiveBatch(engine_.compiled, TABLE, Scheduler(engine_.config, 0, Requests(PROMPTS, SAMPLES)), seed=0)
         batch.prepare()
         _, statistics = batch.decode(Choice(k, None))
         assert (statistics.replayed is not None) == replays

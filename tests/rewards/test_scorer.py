@@ -16,8 +16,8 @@ import pytest
 
 from experiments.robustness import rewards as robustness
 from specrl_jax.errors import InputError, RunFailed, Stopped
-from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
+from specrl_jax.rewards import worker, worker_group
 from specrl_jax.rewards.function import Function
 from specrl_jax.rewards.messages import Context, Outcome, RewardInput, receive, send
 from specrl_jax.rewards.pool import Workers
@@ -256,7 +256,7 @@ def test_workers_killed_while_idle_are_replaced(seconds):
 def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch):
     (tmp_path / "aborts.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(pool, "LOSSES", 2)
+    monkeypatch.setattr(worker_group, "LOSSES", 2)
     workers = Workers(("aborts:f",), 1.0, 2, memory=GIB)
     with pytest.raises(RunFailed, match=r"^reward workers die: 4 times in a row; the last was ended by SIGABRT$"):
         workers.score([RewardInput("#1", "1")] * 3)

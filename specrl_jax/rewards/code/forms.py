@@ -3,6 +3,7 @@
 import ast
 import base64
 import builtins
+import contextlib
 import io
 import json
 import pickle
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from specrl_jax.rewards.code.compare import same_output, same_value
+from specrl_jax.rewards.code.extract import parsed
 from specrl_jax.rewards.sandbox.judging import defines_check, fault_of
 from specrl_jax.rewards.sandbox.limits import Ran, Run
 from specrl_jax.rewards.sandbox.programs import METHOD
@@ -146,16 +148,9 @@ def _arguments(given: object) -> list[object]:
 
 def _wrapped(wanted: object) -> list[object]:
     """Return the values that a call may return: APPS writes [value] for value."""
-    wanted = _json(wanted) if isinstance(wanted, str) and _is_json(wanted) else wanted
+    with contextlib.suppress(ValueError):  # other text is the value itself
+        wanted = _json(wanted)
     return [wanted, wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _json(text: object) -> object:
@@ -207,10 +202,9 @@ def _source(source: str, row: Mapping[str, object]) -> Tests:
 
 
 def _python(source: object) -> ast.Module:
-    try:
-        return ast.parse(source if isinstance(source, str) else "(")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"holds no tests: {_FORMS}") from None
+    if not isinstance(source, str) or not (tree := parsed(source)):
+        raise ValueError(f"holds no tests: {_FORMS}")
+    return tree
 
 
 def _first_called(assertion: ast.Module) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specrl_jax.rewards.code.extract import extract_program
+from specrl_jax.rewards.code.extract import extract_program, parsed
 from specrl_jax.rewards.code.forms import Test, parse_tests
 from specrl_jax.rewards.sandbox.choose import Chosen
 from specrl_jax.rewards.sandbox.limits import Limits
@@ -82,9 +82,9 @@ def own_program(row: Mapping[str, object]) -> str:
         first = found[0] if isinstance(found, list) and found else found
         if isinstance(first, str) and first.strip():
             program = extract_program(first) or first
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-                if any(not isinstance(line, ast.Expr) for line in ast.parse(program).body) or "print(" in program:
-                    return f"```python\n{program}\n```"
+            tree = parsed(program)
+            if tree and (any(not isinstance(line, ast.Expr) for line in tree.body) or "print(" in program):
+                return f"```python\n{program}\n```"
     return ""
 
 

@@ -49,23 +49,9 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("set", self, name, value)
 
-    def __len__(self) -> Any:
-        return self._ask("len", self)
 
-    def __iter__(self) -> Any:
-        return self._ask("iter", self)
-
-    def __next__(self) -> Any:
-        return self._ask("next", self)
-
-    def __bool__(self) -> Any:
-        return self._ask("bool", self)
-
-    def __str__(self) -> Any:
-        return self._ask("str", self)
-
-    def __repr__(self) -> Any:
-        return self._ask("repr", self)
+for _kind in ("len", "iter", "next", "bool", "str", "repr"):
+    setattr(Remote, f"__{_kind}__", lambda self, kind=_kind: self._ask(kind, self))
 
 
 def _asker(peer: io.FileIO) -> Ask:
