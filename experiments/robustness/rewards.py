@@ -23,7 +23,8 @@ import numpy as np
 from experiments import commands
 from specrl_jax.rewards.messages import Outcome, RewardInput
 from specrl_jax.rewards.pool import Workers
-from specrl_jax.rewards.scorer import GIB, Scorer
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 
 LIMIT = 2.0  # seconds per hostile answer
 GRACE = 1.0  # seconds after the limit within which the pool must end the worker
@@ -239,7 +240,7 @@ def seconds_alone(workers: Workers, rows: Sequence[RewardInput]) -> list[float]:
 def fuzz(count: int, seed: int) -> dict[str, Any]:
     found = cases(count, seed)
     rows = [RewardInput(case.response, case.answer) for case in found]
-    workers = Workers(("math",), LIMIT, WORKERS, memory=4 * GIB)
+    workers = Workers(("math",), WorkerOptions(WORKERS, LIMIT))
     try:
         start = time.perf_counter()
         outcomes = workers.score(rows)
@@ -261,7 +262,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
     solutions, answers = read_gsm8k(a.gsm8k)
-    with Scorer(("math",), workers=WORKERS) as scorer:
+    with Scorer(("math",), workers=WorkerOptions(WORKERS)) as scorer:
         result = {
             "date": datetime.date.today().isoformat(),
             "cpus": os.cpu_count(),

@@ -95,6 +95,8 @@ def _squared_errors(accepted: float, reached: float, hits: float, tries: float) 
     if not reached or not tries:
         return 1.0
     share = (accepted + hits) / (reached + tries)
-    kept = (accepted, reached * share), (hits, tries * share)
+    agreed = (accepted, reached * share), (hits, tries * share)
     refused = (reached - accepted, reached * (1 - share)), (tries - hits, tries * (1 - share))
-    return 2 * sum(found * math.log(found / expected) for found, expected in (*kept, *refused) if found > 0)
+    return 2 * sum(
+        observed * math.log(observed / expected) for observed, expected in (*agreed, *refused) if observed > 0
+    )

@@ -111,12 +111,12 @@ class ActiveBatch(Generic[Params, Cache]):
         start, config, unverified = time.perf_counter(), self._compiled.config, True
         while unverified:
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
-            self.slots, found = self._compiled.reverify(self._params, self.slots, inputs)
-            found = self._fetch(found)
-            self._counted, unverified = np.asarray(found.free), bool(found.unverified)
+            self.slots, statistics = self._compiled.reverify(self._params, self.slots, inputs)
+            statistics = self._fetch(statistics)
+            self._counted, unverified = np.asarray(statistics.free), bool(statistics.unverified)
             self._collect_mask()
-            self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
-            if found.short:
+            self._collect(np.flatnonzero((self.scheduler.owner != FREE) & statistics.done))
+            if statistics.short:
                 self._make_room()
         self._behind = float("inf")  # the drafter has not seen these tokens
         self.reverify_seconds += time.perf_counter() - start
@@ -138,8 +138,8 @@ class ActiveBatch(Generic[Params, Cache]):
             while self._free[shard] < pages * (running := scheduler.running_by_shard[shard]) and running > 1:
                 self._preempt(scheduler.youngest(shard))
 
-    def _call(self, name: str, *rest: object) -> Any:
-        return self._compiled.preempt(name, self._params, self.slots, *rest)
+    def _call(self, name: str, *arguments: object) -> Any:
+        return self._compiled.preempt(name, self._params, self.slots, *arguments)
 
     def _preempt(self, row: int, copy: bool = True) -> None:
         """Copy a row to the host and free its pages; without `copy` what they hold is lost."""
@@ -270,8 +270,8 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _copy(self, rows: np.ndarray) -> None:
         """Copy the rollouts of some rows to the host."""
-        found = self._fetch(rollout_fields(self.slots))
-        self._buffer.store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
+        fields = self._fetch(rollout_fields(self.slots))
+        self._buffer.store(self.scheduler.owner[rows], {name: values[rows] for name, values in fields.items()})
 
     def take_weights(self, params: Params, version: WeightsVersion) -> None:
         """Go on with other weights; keys and values of earlier tokens stay those of the weights that made them."""
@@ -281,10 +281,10 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _lengths(self) -> dict[int, int]:
         """Return the committed tokens of the requests that are not finished; 0 of those that have not begun."""
-        found = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
+        lengths = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
         length = self._fetch(self.slots.length)
-        found |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
-        return found | {preempted.request: int(preempted.row.length) for preempted in self._preempted}
+        lengths |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
+        return lengths | {preempted.request: int(preempted.row.length) for preempted in self._preempted}
 
     def _running_rows(self) -> np.ndarray:
         return np.flatnonzero(self.scheduler.owner != FREE)

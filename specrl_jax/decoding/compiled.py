@@ -184,9 +184,9 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         """Call `compact`."""
         return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
 
-    def preempt(self, name: str, params: Params, slots: Slots[Cache], *rest: object) -> Any:
+    def preempt(self, name: str, params: Params, slots: Slots[Cache], *arguments: object) -> Any:
         """Call one of PREEMPTION; those that return slots are given them donated."""
-        return self.get(Program(name, slots.done.shape[0]), params)(slots, *rest)
+        return self.get(Program(name, slots.done.shape[0]), params)(slots, *arguments)
 
     def fetch(self, tree: object) -> Any:
         """Return arrays on the host, whole in every process of the engine; all of them call it together."""

@@ -61,8 +61,8 @@ def join(partial: Rollouts, new: Rollouts) -> Rollouts:
         came to: it may have ended before one started, or while its keys and values were computed.
     """
     partial = partial.take(partial.finished | (partial.response_length > 0))  # those that have begun
-    place = {number: row for row, number in enumerate(new.rollout_id.tolist())}
-    rows = np.array([place[number] for number in partial.rollout_id.tolist()], int)
+    row_of = {number: row for row, number in enumerate(new.rollout_id.tolist())}
+    rows = np.array([row_of[number] for number in partial.rollout_id.tolist()], int)
     values = {name: value.copy() for name, value in vars(new).items() if name != "chunks"}
     for name in _OF_THE_START:
         values[name][rows] = getattr(partial, name)

@@ -182,7 +182,7 @@ class Controller(DraftLengthPolicy):
         self, state: _Probing, current: int, tokens: list[float], costs: list[float], iterations: int
     ) -> int | None:
         """Return the index of the length whose budget covers its probe by the largest factor, if any covers it."""
-        best, found = 1.0, None
+        best, index = 1.0, None
         for i in range(len(self.lengths)):
             if i == current or math.isnan(costs[i]):
                 continue
@@ -190,8 +190,8 @@ class Controller(DraftLengthPolicy):
             # A shortened chunk has a cost, even if the length looks better than the one in use.
             covered = state.probe_budget[i] / (state.backoff[i] * max(loss, 0.25 * iterations * costs[current]))
             if covered >= best:
-                best, found = covered, i
-        return found
+                best, index = covered, i
+        return index
 
     # --- observations
 

@@ -63,8 +63,8 @@ class CostEstimate:
         """
         measures = self._of_size(size)
         measured = [i for i, samples in enumerate(measures.samples) if samples]
-        known = {self.lengths[i]: math.exp(measures.level + self._log_cost(measures, i, tokens)) for i in measured}
-        return [known[k] if k in known else _between(known, k) for k in self.lengths]
+        costs = {self.lengths[i]: math.exp(measures.level + self._log_cost(measures, i, tokens)) for i in measured}
+        return [costs[k] if k in costs else _between(costs, k) for k in self.lengths]
 
     def unmeasured(self, size: int) -> list[int]:
         """Return the lengths without a sample at a batch size."""
@@ -147,19 +147,19 @@ class CostEstimate:
 def _typical(values: Sequence[float]) -> float:
     """Return the mean of the middle half, of the lower values if there are few: disturbances only add time."""
     n = len(values)
-    kept = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
-    return sum(kept) / len(kept)
+    middle = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
+    return sum(middle) / len(middle)
 
 
-def _between(known: Mapping[int, float], k: int) -> float:
+def _between(measured: Mapping[int, float], k: int) -> float:
     """Return the cost of a length without samples, from the costs of others."""
-    if not known:
+    if not measured:
         return math.nan
     # The two measured lengths around k, or the last two below it. A single one costs the same at every k.
-    right = next((j for j in sorted(known) if j > k), max(known))
-    left = max((j for j in known if j < right), default=right)
-    slope = max(0.0, known[right] - known[left]) / (right - left) if right > left else 0.0
-    return known[right] + slope * (k - right)
+    longer = next((j for j in sorted(measured) if j > k), max(measured))
+    shorter = max((j for j in measured if j < longer), default=longer)
+    slope = max(0.0, measured[longer] - measured[shorter]) / (longer - shorter) if longer > shorter else 0.0
+    return measured[longer] + slope * (k - longer)
 
 
 def _weighted_median(weighted: Sequence[Sequence[float]]) -> float:

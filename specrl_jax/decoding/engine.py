@@ -229,9 +229,9 @@ class Engine(Generic[Params, Cache]):
     ) -> list[Program]:
         """Compile side by side what a call of so many rollouts begins with; return all that it may want."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
-        wanted = self.compiled.needed(rollouts, drafted)
+        programs = self.compiled.needed(rollouts, drafted)
         begins = self.compiled.first(rollouts, lengths.first(self.compiled.sizes[0]))
-        needed = begins if self.compiled.beside else wanted
+        needed = begins if self.compiled.beside else programs
         # All processes of this engine look as often whether to stop, whatever each has compiled already.
         looks = len(needed) if self.agree(self.compiled.lacks(needed))[0] else 0
 
@@ -245,7 +245,7 @@ class Engine(Generic[Params, Cache]):
         self.compiled.compile_all(params, tell, needed)
         for _ in range(looks):
             after_program()
-        return wanted
+        return programs
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""
@@ -329,5 +329,5 @@ def shares(one: Sampling, other: Sampling) -> bool:
 
     Those programs keep at most as many tokens as `one` does. Greedy rollouts are not truncated.
     """
-    K, kept = most_kept(one), most_kept(other)
-    return one.rule == other.rule and (not other.temperature or (0 < kept <= K if K else not kept))
+    K, most = most_kept(one), most_kept(other)
+    return one.rule == other.rule and (not other.temperature or (0 < most <= K if K else not most))

@@ -99,13 +99,13 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
         """Return all rollouts; what their environments wrote is marked, and one that a limit ended has not `ended`."""
-        found = super().rollouts(samples, version)
-        total = len(found.length)
+        rollouts = super().rollouts(samples, version)
+        total = len(rollouts.length)
         for request, parts in enumerate(self._written[:total]):
             for part in parts:
-                found.environment[request, part] = True
-        prefilled, ended = found.prefilled + self._prefilled[:total], found.finished & self._ended[:total]
-        return dataclasses.replace(found, prefilled=prefilled, ended=ended)
+                rollouts.environment[request, part] = True
+        prefilled, ended = rollouts.prefilled + self._prefilled[:total], rollouts.finished & self._ended[:total]
+        return dataclasses.replace(rollouts, prefilled=prefilled, ended=ended)
 
     def _end(self, rows: np.ndarray) -> None:
         """Ask the environments of rows that have ended a turn."""
@@ -157,7 +157,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         count, start, limit = (np.zeros(self.size, np.int32) for _ in range(3))
         held, per_shard = self._fetch(self.slots.held.count), self.size // config.shards
         free, others = self._free.copy(), self.active.reshape(config.shards, -1).sum(axis=1)
-        for request, waiting, said in sorted(fresh, key=lambda one: scheduler.order(one[0])):
+        for request, waiting, answer in sorted(fresh, key=lambda one: scheduler.order(one[0])):
             rows = np.flatnonzero(scheduler.owner == request)
             if not len(rows):  # preempted for another's pages
                 continue
@@ -168,8 +168,8 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
             elif free[shard] < need + self._iteration_pages * (others[shard] + 1):
                 continue
             free[shard], others[shard] = free[shard] - need, others[shard] + 1
-            end = waiting.length + len(said)
-            tokens[row, waiting.length : end], count[row] = said, len(said)
+            end = waiting.length + len(answer)
+            tokens[row, waiting.length : end], count[row] = answer, len(answer)
             start[row] = 0 if waiting.pages_lost else waiting.length - 1
             limit[row] = min(end + self._turns.turn_tokens, waiting.prompt + self._longest[request])
         if not count.any():
@@ -215,13 +215,13 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
 
     def _preempt_waiting(self) -> bool:
         """Preempt the rows that have waited for their environments longer than PATIENCE; return whether any has."""
-        now, found = time.monotonic(), False
+        now, any_preempted = time.monotonic(), False
         for row, request in enumerate(self.scheduler.owner):
             waiting = self._waiting.get(request)
             if waiting and waiting.answer is None and now - waiting.since >= PATIENCE:
                 self._preempt(row)
-                found = True
-        return found
+                any_preempted = True
+        return any_preempted
 
     def _preempt(self, row: int, copy: bool = True) -> None:
         """Preempt a row; what the pages of a waiting one hold is copied or lost, as the engine's config says."""

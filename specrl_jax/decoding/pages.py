@@ -61,8 +61,8 @@ def take(pool: PagePool, held: PageTable, need: jax.Array, most: int) -> tuple[P
     # Rank of each new page [D, B / D, most] among those that its shard gives.
     rank = (jnp.cumsum(by_shard, axis=1) - by_shard)[..., None] + jnp.arange(most)[None, None]
     given = jnp.arange(most)[None, None] < by_shard[..., None]
-    place = jnp.where(given, pool.count[:, None, None] - 1 - rank, C).reshape(D, -1)
-    ids = jnp.take_along_axis(pool.free, place, axis=1, mode="fill", fill_value=C)
+    stack_index = jnp.where(given, pool.count[:, None, None] - 1 - rank, C).reshape(D, -1)
+    ids = jnp.take_along_axis(pool.free, stack_index, axis=1, mode="fill", fill_value=C)
     references = jax.vmap(lambda row, new: row.at[new].set(1, mode="drop"))(pool.references, ids)
     columns = jnp.where(given.reshape(-1, most), held.count[:, None] + jnp.arange(most)[None], held.table.shape[1])
     new_table = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(

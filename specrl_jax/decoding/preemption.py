@@ -36,8 +36,8 @@ def read_pages(slots: Slots[Cache], row: jax.Array, first: jax.Array) -> Cache:
     """Return the contents of pages [first, first + PAGES) of a row; of any page where it has none."""
     D, C = slots.pool.free.shape
     shard, ids = _ids(slots, row, first)
-    found = gather_pages(D, slots.cache, jnp.broadcast_to(jnp.minimum(ids, C - 1), (D, PAGES)))
-    return jax.tree.map(lambda x: x[shard], found)
+    pages = gather_pages(D, slots.cache, jnp.broadcast_to(jnp.minimum(ids, C - 1), (D, PAGES)))
+    return jax.tree.map(lambda x: x[shard], pages)
 
 
 def drop_row(slots: Slots[Cache], row: jax.Array) -> Slots[Cache]:

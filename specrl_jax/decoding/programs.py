@@ -152,22 +152,22 @@ class EnginePrograms(Generic[Params, Cache]):
 
     def _describe_preemption(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
         slots, number = self._abstract(program.size)[0], jax.ShapeDtypeStruct((), jnp.int32)
-        rest = {
+        others = {
             "restore_row": lambda: (jax.eval_shape(read_row, slots, number),),
             "read_pages": lambda: (number,),
             "write_pages": lambda: (number, jax.eval_shape(read_pages, slots, number, number)),
         }.get(program.kind, tuple)()
         function = PREEMPTION[program.kind]
         if function in (read_row, read_pages):
-            return jax.jit(function), (slots, number, *rest)
-        return jax.jit(function, donate_argnums=0, out_shardings=self.shardings), (slots, number, *rest)
+            return jax.jit(function), (slots, number, *others)
+        return jax.jit(function, donate_argnums=0, out_shardings=self.shardings), (slots, number, *others)
 
     def _abstract(self, size: int) -> tuple[Slots, Prompts]:
         """Return ShapeDtypeStructs of the slots of one batch size, and of the prompt carried over."""
         slots, prompts = jax.eval_shape(functools.partial(empty_slots, self.functions, self.config))
         D = self.config.shards
-        kept = jax.ShapeDtypeStruct((D, size // D), jnp.int32)
-        slots = jax.eval_shape(compact, slots.by_row(), slots, kept)
+        rows = jax.ShapeDtypeStruct((D, size // D), jnp.int32)
+        slots = jax.eval_shape(compact, slots.by_row(), slots, rows)
 
         def place(sharding: jax.sharding.Sharding, tree: object) -> object:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

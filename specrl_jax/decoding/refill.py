@@ -106,8 +106,8 @@ def refill(
     slots = _start(slots, batch, tokens, length, functions.pad_id)
 
     carry = batch.carry[:, None] == jnp.arange(len(prompts.length) // D)[None]
-    pool, kept = release(slots.pool, prompts.held, ~carry.reshape(-1))
-    carried = jax.tree.map(lambda x: pick(x, jnp.maximum(batch.carry, 0)[:, None]), prompts._replace(held=kept))
+    pool, held = release(slots.pool, prompts.held, ~carry.reshape(-1))
+    carried = jax.tree.map(lambda x: pick(x, jnp.maximum(batch.carry, 0)[:, None]), prompts._replace(held=held))
     return dataclasses.replace(slots, pool=pool), carried
 
 

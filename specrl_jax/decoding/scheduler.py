@@ -110,12 +110,12 @@ class Scheduler:
             rows, free_rows[shard] = free_rows[shard][:room], free_rows[shard][room:]
             free_pages[shard] -= prefill * self._prompt_pages(group.prompt) + room
             source = 0 if group.prompt == carried[shard] else len(new[shard])
-            some = self._to_start[group.prompt]
-            requests = group.prompt * self._samples + some[group.started : group.started + room]
+            samples = self._to_start[group.prompt]
+            requests = group.prompt * self._samples + samples[group.started : group.started + room]
             starts.append(_Start(rows, requests, source))
             self.place(rows, requests)
-            rest = _Group(group.prompt, group.started + room)
-            self._current[shard] = rest if rest.started < len(some) else None
+            remaining = _Group(group.prompt, group.started + room)
+            self._current[shard] = remaining if remaining.started < len(samples) else None
         return self._batch(starts, new, carried) if starts else None
 
     def _next_group(self, taken: int) -> _Group | None:
@@ -204,14 +204,14 @@ class Scheduler:
         tokens = np.full((P, config.max_prompt_tokens), self._pad_id, np.int32)
         length = np.zeros(P, np.int32)
         group = np.full(P, config.groups, np.int32)
-        places = {
+        prompts_by_place = {
             shard * (P // config.shards) + i: p for shard, prompts in enumerate(new) for i, p in enumerate(prompts)
         }
-        for i, prompt in places.items():
+        for i, prompt in prompts_by_place.items():
             ids = self._prompts[prompt]
             tokens[i, : len(ids)], length[i], group[i] = ids, len(ids), self._group[prompt]
-        found = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(places)
-        return {name: stand_in(x) for name, x in found.items()}
+        fields = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(prompts_by_place)
+        return {name: stand_in(x) for name, x in fields.items()}
 
     def _earlier_rollouts(self, places: dict[int, int]) -> dict[str, np.ndarray]:
         """Return the texts of new prompts for the sequences that this call leaves free; none without a lookup cache."""

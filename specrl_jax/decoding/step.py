@@ -75,21 +75,21 @@ def _draft_positions(draft: Draft, verified: Verified) -> jax.Array | None:
     """Return what `Slots.draft_positions` holds of the emitted tokens [B, Q] int8; None where nothing was drafted."""
     if not draft.tokens.shape[1]:
         return None
-    place = jnp.arange(verified.tokens.shape[1], dtype=jnp.int8)[None]
+    number = jnp.arange(verified.tokens.shape[1], dtype=jnp.int8)[None]
     # A draft whose other rows have probabilities is deterministic where a lookup replaced it.
     sign = 1 if draft.logits is None else jnp.where(draft.deterministic, -1, 1)[:, None]
-    return jnp.where(place < verified.num_accepted[:, None], sign * (place + 1), 0).astype(jnp.int8)
+    return jnp.where(number < verified.num_accepted[:, None], sign * (number + 1), 0).astype(jnp.int8)
 
 
 def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[Cache]:
     """Count the drafts of running rows, before any cut at end-of-text or limit."""
-    place = jnp.arange(slots.drafted.shape[1])[None]
+    number = jnp.arange(slots.drafted.shape[1])[None]
     active = ~slots.done[:, None]
     count = draft.tokens.shape[1] if draft.num_drafted is None else draft.num_drafted[:, None]
     return dataclasses.replace(
         slots,
-        drafted=slots.drafted + (active & (place < count)),
-        accepted=slots.accepted + (active & (place < num_accepted[:, None])),
+        drafted=slots.drafted + (active & (number < count)),
+        accepted=slots.accepted + (active & (number < num_accepted[:, None])),
     )
 
 

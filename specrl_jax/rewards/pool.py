@@ -4,8 +4,6 @@ Each worker has a thread, which hands it a few answers at a time and hears of ea
 alone, each has the full time limit, and it is known which one a worker was scoring when it died.
 """
 
-import multiprocessing
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -13,25 +11,17 @@ from collections.abc import Callable, Sequence
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import Outcome, RewardInput
 from specrl_jax.rewards.process import Lost, WorkerProcess
-from specrl_jax.rewards.worker_group import WorkerGroup, how_lost
+from specrl_jax.rewards.worker_group import WorkerGroup, WorkerOptions, how_lost
 
 MAX_ROWS = 32  # that a worker gets at once
 ATTEMPTS = 2  # workers that an answer may lose
 
 
 class Workers(WorkerGroup):
-    """Processes that score with the rewards `names`.
+    """Processes that score with the rewards `names`; arguments as of `WorkerGroup`."""
 
-    Args:
-      timeout: seconds for all rewards of one answer.
-      count, memory, code: as of `WorkerGroup`.
-    """
-
-    def __init__(
-        self, names: Sequence[str], timeout: float, count: int, *, memory: int, code: CodeOptions | None = None
-    ) -> None:
-        super().__init__(names, count, memory=memory, code=code)
-        self.timeout = timeout
+    def __init__(self, names: Sequence[str], options: WorkerOptions, code: CodeOptions | None = None) -> None:
+        super().__init__(names, options, code)
         self._calls = threading.RLock()  # one at a time
 
     def problem(self) -> str:
@@ -155,8 +145,3 @@ class _Batch:
 
     def _over(self) -> bool:
         return self._error is not None or len(self._outcomes) == len(self.rows)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else multiprocessing.cpu_count()

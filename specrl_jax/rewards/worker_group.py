@@ -1,30 +1,47 @@
 """Worker processes in places: one that is lost is replaced in its place, and too many losses in a row end the run."""
 
 import atexit
+import multiprocessing
+import os
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
+from specrl_jax.rewards.sandbox.limits import GIB
 
+MAX_WORKERS = 8  # by default
 LOSSES = 5  # times the number of workers: so many that end in a row before they score anything fail the run
 
 
+class WorkerOptions(NamedTuple):
+    """Options of worker processes."""
+
+    processes: int = 0  # 0: one per core, at most MAX_WORKERS
+    timeout: float = 10.0  # seconds for all rewards of one answer, or for a step of an environment
+    memory: float = 4.0  # GiB that a worker may take beyond its imports
+
+
+DEFAULT = WorkerOptions()
+
+
 class WorkerGroup:
-    """`count` processes, which start when first needed.
+    """Processes that start when first needed.
 
     Args:
       names: the rewards, or the environment.
-      memory: bytes that a worker may take beyond its imports.
       code: options of the reward `code`, where it is among them.
       kind: of the workers, for messages.
     """
 
     def __init__(
-        self, names: Sequence[str], count: int, *, memory: int, code: CodeOptions | None = None, kind: str = "reward"
+        self, names: Sequence[str], options: WorkerOptions, code: CodeOptions | None = None, *, kind: str = "reward"
     ) -> None:
-        self.names, self.count, self.memory, self.code, self._kind = tuple(names), count, memory, code, kind
+        self.names, self.timeout, self.code, self._kind = tuple(names), options.timeout, code, kind
+        self.count = options.processes or min(cores(), MAX_WORKERS)
+        self._memory = int(options.memory * GIB)  # bytes
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._workers: list[WorkerProcess] = []
         self._losses = 0  # since a worker last scored something
@@ -47,7 +64,7 @@ class WorkerGroup:
             worker.end()
 
     def _make(self) -> WorkerProcess:
-        return WorkerProcess(self.names, self.memory, self.code)
+        return WorkerProcess(self.names, self._memory, self.code)
 
     def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
         """Replace the worker in a place; return what became of it."""
@@ -68,3 +85,8 @@ class WorkerGroup:
 def how_lost(lost: Lost | None, ended: str) -> str:
     """Return what became of a worker: how it ended, unless it had to be ended."""
     return ended if lost is None or str(lost) == GONE else str(lost)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else multiprocessing.cpu_count()

@@ -127,15 +127,17 @@ HOSTILE = {
 PROGRAM = f"""
 import json, sys
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 if __name__ == "__main__":
-    with Scorer(("users_module:hostile",), timeout={TIMEOUT}, workers=1, memory=0.5) as scorer:
+    with Scorer(("users_module:hostile",), workers=WorkerOptions(1, timeout={TIMEOUT}, memory=0.5)) as scorer:
         scores = scorer(["fine", "bad", "fine"], ["", sys.argv[1], ""])
     print(json.dumps([scores.total.tolist(), scores.failures, scores.first_failure]))
 """
 IDLE = f"""
 import json, psutil, time
 from specrl_jax.rewards.scorer import Scorer
-with Scorer(("users_module:starts",), timeout={TIMEOUT}, workers=2) as scorer:
+from specrl_jax.rewards.worker_group import WorkerOptions
+with Scorer(("users_module:starts",), workers=WorkerOptions(2, timeout={TIMEOUT})) as scorer:
     scorer(["a"] * 8, [""] * 8)
     for process in psutil.Process().children(recursive=True):
         process.{{act}}()
@@ -149,7 +151,8 @@ KILLED = """
 import psutil, threading, time
 from specrl_jax.errors import RunFailed
 from specrl_jax.rewards.scorer import Scorer
-with Scorer(("exact",), workers=2) as scorer:
+from specrl_jax.rewards.worker_group import WorkerOptions
+with Scorer(("exact",), workers=WorkerOptions(2)) as scorer:
     def kill():
         while True:
             for process in psutil.Process().children(recursive=True):

@@ -17,7 +17,7 @@ from specrl_jax.rewards.environments.session import MOST_OPEN, PREFIX
 from specrl_jax.rewards.messages import Context, Outcome, RewardInput
 from specrl_jax.rewards.pool import ATTEMPTS
 from specrl_jax.rewards.process import Lost, WorkerProcess
-from specrl_jax.rewards.worker_group import WorkerGroup
+from specrl_jax.rewards.worker_group import WorkerGroup, WorkerOptions
 
 
 class Conversation(NamedTuple):
@@ -62,17 +62,16 @@ class EnvironmentWorkers(WorkerGroup):
 
     Args:
       label: of its reward in the metrics.
-      seconds: that a step may take; a conversation that is repeated may take as many for each of its steps.
-      count, memory: as of `WorkerGroup`.
+      options: a conversation that is repeated may take `timeout` seconds for each of its steps.
     """
 
-    def __init__(self, name: str, label: str, seconds: float, *, count: int, memory: int) -> None:
-        super().__init__((PREFIX + name,), count, memory=memory, kind="environment")
-        self.name, self.label, self.seconds = name, label, seconds
+    def __init__(self, name: str, label: str, options: WorkerOptions) -> None:
+        super().__init__((PREFIX + name,), options, kind="environment")
+        self.name, self.label = name, label
         self._numbers = itertools.count()
         self._waiting: deque[_Task] = deque()
         self._holders: dict[int, _Holder] = {}  # by session
-        self._answers = [0] * count  # of the worker in each place
+        self._answers = [0] * self.count  # of the worker in each place
 
     def start(self) -> None:
         """Start the processes without waiting for them."""
@@ -154,7 +153,7 @@ class EnvironmentWorkers(WorkerGroup):
         session, died = task.conversation.session, 0
         while True:
             try:
-                workers[place].check(self.seconds)
+                workers[place].check(self.timeout)
             except Lost as lost:
                 self._count_loss(self._replace(place, workers, lost))
                 continue
@@ -163,10 +162,10 @@ class EnvironmentWorkers(WorkerGroup):
             kept = holder is not None and self._answers[place] - holder.answers < MOST_OPEN
             steps = 1 if kept else 1 + len(task.turns or ())
             try:
-                outcome, full = next(workers[place].score([task.row()], steps * self.seconds))
+                outcome, full = next(workers[place].score([task.row()], steps * self.timeout))
             except TimeoutError:
                 self._replace(place, workers)
-                outcome, full = Outcome((), failure="timeout", detail=f"more than {self.seconds:g} s for a step"), False
+                outcome, full = Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s for a step"), False
             except Lost as lost:
                 ending, died = self._replace(place, workers, lost), died + 1
                 if died < ATTEMPTS:
