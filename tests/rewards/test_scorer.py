@@ -21,6 +21,7 @@ from specrl_jax.rewards import worker, worker_group
 from specrl_jax.rewards.function import Function
 from specrl_jax.rewards.messages import Context, Outcome, RewardInput, receive, send
 from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.sandbox.limits import GIB
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer
 from specrl_jax.rewards.worker_group import WorkerOptions
 
