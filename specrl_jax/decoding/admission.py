@@ -30,12 +30,14 @@ class Admitted(NamedTuple):
     row: jax.Array  # [D, n] int32, among the rows of the shard
     offset: jax.Array  # [D, n] int32, 0: the row's last committed token; i: its draft i
     taken: jax.Array  # [D, n] bool, False: there are fewer drafts than the budget
-    place: jax.Array  # [D, B / D, k + 1] int32, where among the n a row's position is; anywhere if it is none of them
+    flat_index: (
+        jax.Array
+    )  # [D, B / D, k + 1] int32, of a row's position among the n; arbitrary where it is none of them
     admitted: jax.Array  # [B] int32, drafts of each row
 
 
 def admit(slots: Slots, draft: Draft, budget: int) -> Admitted:
-    """Admit the `budget` most valuable of each shard's drafts, of which it has at least as many places."""
+    """Admit the `budget` most valuable of each shard's drafts, of which it has at least as many."""
     (B, k), D = draft.tokens.shape, len(slots.pool.count)
     drafted = k if draft.num_drafted is None else draft.num_drafted
     # A token of the target follows the last draft, and none is committed beyond the limit.
@@ -50,20 +52,20 @@ def _most_valuable(worth: jax.Array, budget: int) -> Admitted:
     """Admit up to `budget` drafts of one shard by their worth [B, k]; negative: not drafted."""
     B, k = worth.shape
     # Among equals the first: the lower row, and of one row the earlier draft.
-    best, index = jax.lax.top_k(worth.reshape(-1), budget)
-    rows, drafts = jnp.arange(B, dtype=jnp.int32), best >= 0
-    row = jnp.concatenate([rows, index // k])
-    offset = jnp.concatenate([jnp.zeros_like(rows), 1 + index % k])
+    value, best = jax.lax.top_k(worth.reshape(-1), budget)
+    rows, drafts = jnp.arange(B, dtype=jnp.int32), value >= 0
+    row = jnp.concatenate([rows, best // k])
+    offset = jnp.concatenate([jnp.zeros_like(rows), 1 + best % k])
     taken = jnp.concatenate([jnp.ones(B, bool), drafts])
-    place = jnp.broadcast_to(rows[:, None], (B, k + 1))
-    place = place.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
-    return Admitted(row, offset, taken, place=place, admitted=jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
+    index = jnp.broadcast_to(rows[:, None], (B, k + 1))
+    index = index.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
+    return Admitted(row, offset, taken, flat_index=index, admitted=jnp.zeros(B, jnp.int32).at[best // k].add(drafts))
 
 
 def _confidences(slots: Slots, draft: Draft) -> jax.Array:
     """Return [B, k] float32 chances that each draft is kept if those before it are.
 
-    The drafter's own where it has some; else the draft's largest probability at each place. Of drafts without
+    The drafter's own where it has some; else the draft's largest probability at each position. Of drafts without
     probabilities, the share of the row's earlier ones that were kept, of those whose predecessors were.
     """
     if draft.logits is None and draft.confidence is not None:  # all rows are the drafter's own

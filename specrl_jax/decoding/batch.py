@@ -168,7 +168,7 @@ class ActiveBatch(Generic[Params, Cache]):
             for first, contents in zip(first_columns(pages), preempted.pages):
                 self.slots = self._call("write_pages", number, first, contents)
             self._preempted = [other for other in self._preempted if other is not preempted]
-            self.scheduler.place(rows[:1], np.array([preempted.request]))
+            self.scheduler.assign(rows[:1], np.array([preempted.request]))
             self._counted = None
             # It may have been preempted after a chunk without drafts.
             self._behind = float("inf")

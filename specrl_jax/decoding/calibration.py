@@ -22,10 +22,10 @@ def calibrate(
     agree: Broadcast,
     after_chunk: Callable[[], None],
 ) -> None:
-    """Time an iteration of every (batch size, draft length) that `lengths` has no cost for, and tell it.
+    """Time an iteration of every (batch size, draft length) that `lengths` has no cost for, and pass the times to it.
 
-    A call's own seconds, which are those of a short chunk beyond its iterations, are told apart. The times are those of
-    a full batch. From the largest size down one batch serves for all, until rows of it end.
+    The fixed seconds of a call, which a short chunk shows, are measured apart. All slots run. One batch serves all
+    sizes, the largest first, until rows of it end.
 
     Args:
       make_batch: makes a batch of throwaway rollouts, enough for all slots.

@@ -1,8 +1,8 @@
 """The compiled functions of an engine: which exist, when they are compiled, and how long that took.
 
-A call compiles what it may want before it begins, so that its seconds are its own. In a training run it compiles what
-its first chunk runs: the rest, smaller batches and other draft lengths, beside the rollouts, and who wants a program
-sooner waits for it.
+A call compiles its programs before it begins, so that its time excludes compilation. A training run first compiles only
+those of its first chunk. Those of smaller batches and other draft lengths compile in the background; a call that needs
+one sooner waits for it.
 """
 
 import concurrent.futures
@@ -34,7 +34,7 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
     Attributes:
       on_begin: called with the programs that a call waits for, before they are compiled.
       on_program: called with each program that a call of the engine compiled, and its seconds.
-      beside: whether calls begin before all that they may want is compiled.
+      beside: whether calls begin before all of their programs are compiled.
       stays_large: whether a batch stays as it is while the programs of a smaller one compile, where `beside`; else it
         waits for them, and its bits do not depend on the clock.
       spare: set once a first call leaves a thread of `compile_all` free.
@@ -123,7 +123,7 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         return finish
 
     def begin_next(self, params: Params, programs: Collection[Program]) -> None:
-        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done.
+        """Start to compile the next of these programs in the background; report those that are done.
 
         Called between chunks: it is traced here, since a thread would not see settings that hold in this one only.
         """
@@ -147,7 +147,7 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         return self.beside and self.stays_large and not (decodes and Program("compact", size) in self._compiled)
 
     def _take(self, program: Program) -> None:
-        """Wait for a program that `begin_next` has begun, and tell of it."""
+        """Wait for a program that `begin_next` has started, and report it."""
         self._compiled[program] = self._compiling.pop(program).result()
         self.on_program(program, self.seconds[program])
 

@@ -106,7 +106,7 @@ class Controller(DraftLengthPolicy):
     def _probing(self, size: int) -> _Probing:
         return self._estimates.probing[self.sizes.index(size)]
 
-    def _tokens(self, size: int) -> list[float]:
+    def tokens(self, size: int) -> list[float]:
         """Return E[tokens] of every length at a batch size, less what is cut off where a text ends.
 
         A text of L tokens takes L / E verifications and, as the last one goes beyond its end, half of one more for
@@ -159,7 +159,7 @@ class Controller(DraftLengthPolicy):
           off: draft in probes only (the acceptance alarm has tripped).
         """
         state = self._probing(size)
-        tokens = self._tokens(size)
+        tokens = self.tokens(size)
         costs = self._estimates.costs.seconds(size, running * live)
         if off or math.isnan(costs[0]):
             state.current = 0
@@ -241,7 +241,7 @@ class Controller(DraftLengthPolicy):
             tokens = 1.0 + sum(accepted[:k]) / chunk.verifications
             in_use = self.lengths[current]
             costs = [self.cost(size, length, chunk.tokens_read) for length in (k, in_use)]
-            loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self._tokens(size)[current])
+            loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self.tokens(size)[current])
             state.probe_budget[i] = min(0.0, state.probe_budget[i] - max(loss, 0.0))
             state.backoff[i] = 1 if surprised else min(2 * state.backoff[i], MAX_BACKOFF)
         # Charge the cost of both switches of a probe to the probed length; a switch between batch sizes to none.

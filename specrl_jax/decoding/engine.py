@@ -140,7 +140,7 @@ class Engine(Generic[Params, Cache]):
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
     ) -> bool:
-        """Draw on at the texts of `lookahead` until all are finished, or `until` says so after a chunk.
+        """Continue the texts of `lookahead` until all are finished, or until `until` returns True after a chunk.
 
         Its texts are verified first, and replaced by what these weights draw. Arguments as in `generate`.
 
@@ -206,7 +206,7 @@ class Engine(Generic[Params, Cache]):
     def prepare(
         self, params: Params, requests: Requests, lengths: DraftLengthPolicy, *, seed: int, look: Callable[[], None]
     ) -> list[Program]:
-        """Compile what a call begins with and time what `lengths` has no cost for; return all that it may want.
+        """Compile what a call begins with and time what `lengths` has no cost for; return all programs that it may run.
 
         Args:
           look: called after each program and each timed chunk.
@@ -227,7 +227,7 @@ class Engine(Generic[Params, Cache]):
     def _compile_for(
         self, params: Params, rollouts: int, lengths: DraftLengthPolicy, after_program: Callable[[], None]
     ) -> list[Program]:
-        """Compile side by side what a call of so many rollouts begins with; return all that it may want."""
+        """Compile in parallel the programs that a call of so many rollouts begins with; return all that it may run."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
         programs = self.compiled.needed(rollouts, drafted)
         begins = self.compiled.first(rollouts, lengths.first(self.compiled.sizes[0]))
@@ -235,14 +235,14 @@ class Engine(Generic[Params, Cache]):
         # All processes of this engine look as often whether to stop, whatever each has compiled already.
         looks = len(needed) if self.agree(self.compiled.lacks(needed))[0] else 0
 
-        def tell(program: Program, seconds: float) -> None:
+        def report(program: Program, seconds: float) -> None:
             nonlocal looks
             self.compiled.on_program(program, seconds)
             if looks:
                 looks -= 1
                 after_program()
 
-        self.compiled.compile_all(params, tell, needed)
+        self.compiled.compile_all(params, report, needed)
         for _ in range(looks):
             after_program()
         return programs
@@ -262,9 +262,9 @@ class Engine(Generic[Params, Cache]):
         return agreed
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
-        """Run one chunk of the length that `lengths` chooses, and tell it what came of it.
+        """Run one chunk of the length that `lengths` chooses, and report the result to it.
 
-        Where it would have to guess costs, since the programs to be timed are still compiling, it is not asked.
+        It is not asked while the programs that it would time still compile: it would have to guess costs.
         """
         if not batch.running:  # all that ran was verified to its end
             return

@@ -36,7 +36,7 @@ class _Waiting:
     prompt: int  # tokens
     length: int  # of prompt and response
     since: float  # when its environment was asked
-    answer: Sequence[int] | None = None  # to be appended; None: not heard yet
+    answer: Sequence[int] | None = None  # to be appended; None: none yet
     pages_lost: bool = False  # it is preempted, and its pages were not copied
 
 
@@ -80,19 +80,19 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
     def prepare(self) -> bool:
         """Append answers, bring back preempted rows, refill, compact; wait for an environment if all rows wait."""
         while True:
-            self._hear(0.0)
-            self._go_on()
+            self._take_answers(0.0)
+            self._append_answers()
             while (ready := self._ready()) and self._bring_back(ready[0], self._pages_to_add(ready[0])):
                 pass
-            self._go_on()
+            self._append_answers()
             if not self._ready():  # a new request would take the pages that they wait for
                 self._refill()
-            wanted = self.scheduler.waiting or bool(self._ready())
-            if wanted and self._preempt_waiting():
+            slots_wanted = self.scheduler.waiting or bool(self._ready())
+            if slots_wanted and self._preempt_waiting():
                 continue
             if self.running or not self._waiting:
                 break
-            self._hear(PATIENCE if wanted else POLL)
+            self._take_answers(PATIENCE if slots_wanted else POLL)
             self._on_progress(self.finished, self.scheduler.requests.asked)
         self._compact()
         return self.running > 0
@@ -123,7 +123,7 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
             self._ended[request] = eos[row] | stopped[row]
             self._turns.ask(Turn(request, turn, bool(self._ended[request]), eos=bool(eos[row])))
 
-    def _hear(self, seconds: float) -> None:
+    def _take_answers(self, seconds: float) -> None:
         """Take the answers of environments; wait up to `seconds` for the first."""
         for request, tokens, cut in self._turns.answers(seconds):
             waiting = self._waiting[request]
@@ -146,8 +146,8 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         self._buffer.store_row(request, row)
         self._finished[request] = True
 
-    def _go_on(self) -> None:
-        """Append what environments said to rows in slots, the oldest first, as far as there are pages."""
+    def _append_answers(self) -> None:
+        """Append answers to rows in slots, the oldest first, as far as there are pages."""
         scheduler, config = self.scheduler, self._compiled.config
         waits = ((request, self._waiting.get(request)) for request in scheduler.owner.tolist())
         fresh = [(request, one, one.answer) for request, one in waits if one and one.answer is not None]
@@ -178,16 +178,16 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         self.slots = self._compiled.extend(self._params, self.slots, new)
         self._counted = None
         for row in np.flatnonzero(count):
-            self._note(int(scheduler.owner[row]), int(start[row]), int(count[row]))
+            self._resume(int(scheduler.owner[row]), int(start[row]), int(count[row]))
 
-    def _note(self, request: int, start: int, count: int) -> None:
-        """Note that a request goes on behind `count` tokens, its cache prefilled from position `start`."""
+    def _resume(self, request: int, start: int, count: int) -> None:
+        """Record that a request continues after `count` tokens of its environment, prefilled from position `start`."""
         length = self._waiting.pop(request).length
         self._written[request].append(slice(length, length + count))
         self._prefilled[request] += length + count - 1 - start
 
     def _more_pages(self, waiting: _Waiting, held: int) -> int:
-        """Return how many pages a request needs beside those that it holds, for what its environment said."""
+        """Return how many pages a request needs beside those that it holds, for its environment's answer."""
         tokens = waiting.length + len(waiting.answer or ())
         return max(0, -(-tokens // self._compiled.config.page_tokens) - int(held))
 

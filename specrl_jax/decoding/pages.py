@@ -27,7 +27,7 @@ class PageTable(NamedTuple):
 
     table: jax.Array  # [B, P] int32, page of positions [j T, (j + 1) T) at column j, an id of the row's shard
     count: jax.Array  # type: ignore[assignment]  # [B] int32, pages that the row holds, from column 0; hides tuple.count
-    shared: jax.Array  # [B] int32, the first of them that it may not write: other rows read them too
+    num_shared: jax.Array  # [B] int32, the first of them that it may not write: other rows read them too
 
 
 def empty_pool(shards: int, pages: int) -> PagePool:
@@ -44,7 +44,7 @@ def no_pages(rows: int, columns: int, pages: int) -> PageTable:
 
 def tables(held: PageTable, pages: int) -> Table:
     """Return the tables that a forward reads by and writes by."""
-    writable = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
+    writable = jnp.arange(held.table.shape[1])[None] >= held.num_shared[:, None]
     return Table(held.table, jnp.where(writable, held.table, pages))
 
 
@@ -69,7 +69,7 @@ def take(pool: PagePool, held: PageTable, need: jax.Array, most: int) -> tuple[P
         held.table, columns, ids.reshape(-1, most)
     )
     count = pool.count - by_shard.sum(axis=1, dtype=jnp.int32)
-    return PagePool(references, pool.free, count), PageTable(new_table, held.count + need, held.shared)
+    return PagePool(references, pool.free, count), PageTable(new_table, held.count + need, held.num_shared)
 
 
 def release(pool: PagePool, held: PageTable, rows: jax.Array) -> tuple[PagePool, PageTable]:
@@ -85,7 +85,7 @@ def release(pool: PagePool, held: PageTable, rows: jax.Array) -> tuple[PagePool,
     )
     pool = PagePool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
     table = jnp.where(rows[:, None], C, held.table)
-    return pool, PageTable(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared))
+    return pool, PageTable(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.num_shared))
 
 
 def share(pool: PagePool, prompts: PageTable, source: jax.Array, pages: jax.Array) -> tuple[PagePool, PageTable]:

@@ -22,7 +22,7 @@ class CallOptions(Generic[Params]):
     first_id: int | np.ndarray = 0  # rollout i has id first_id + i, or first_id[i], prompt-major
     responses: Sequence[int] | None = None  # most response tokens of each rollout; None: the engine's
     history: History | None = None  # rollouts of earlier calls, for lookup drafters
-    # How the call stands to those before and after it.
+    # Options for rollouts that span several calls.
     continuation: Continuation[Params] = dataclasses.field(default_factory=Continuation)
     # The environments that answer turns; None: a rollout is one turn. Needs EngineConfig.turns, and a call that stands
     # alone.

@@ -155,5 +155,5 @@ def _after(slots: Slots[Cache], stepped: Slots[Cache], verifies: jax.Array) -> S
         drafted=slots.drafted,
         accepted=slots.accepted,
         draft_positions=slots.draft_positions,
-        earlier=slots.earlier._replace(length=length, kept=slots.earlier.kept + kept),
+        earlier=slots.earlier._replace(length=length, num_kept=slots.earlier.num_kept + kept),
     )

@@ -22,7 +22,7 @@ def rollout_fields(slots: Slots) -> dict[str, Any]:
     if slots.mask is not None:
         fields["mask_count"] = slots.mask.count
     if slots.earlier is not None:
-        fields["reverified"] = slots.earlier.kept
+        fields["reverified"] = slots.earlier.num_kept
     return fields
 
 

@@ -113,7 +113,7 @@ class Scheduler:
             samples = self._to_start[group.prompt]
             requests = group.prompt * self._samples + samples[group.started : group.started + room]
             starts.append(_Start(rows, requests, source))
-            self.place(rows, requests)
+            self.assign(rows, requests)
             remaining = _Group(group.prompt, group.started + room)
             self._current[shard] = remaining if remaining.started < len(samples) else None
         return self._batch(starts, new, carried) if starts else None
@@ -160,17 +160,17 @@ class Scheduler:
             out[rows] = values
             return stand_in(out)
 
-        carry = np.full(config.shards, -1, np.int32)
+        carried_source = np.full(config.shards, -1, np.int32)
         for shard, group in enumerate(self._current):
             if group:
-                carry[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
+                carried_source[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
         longest: np.ndarray | int = config.max_response_tokens
         if asked.responses is not None:
             longest = np.asarray(asked.responses)[requests]
         if asked.turn_tokens is not None:
             longest = np.minimum(asked.turn_tokens, longest)
         return PrefillBatch(
-            carry=stand_in(carry),
+            carried_source=stand_in(carried_source),
             fresh=of_rows(True, bool),
             source=of_rows(source, np.int32),
             rollout_id=of_rows(asked.ids(requests), np.uint32),
@@ -256,7 +256,7 @@ class Scheduler:
         request, self.owner[row] = int(self.owner[row]), FREE
         return request
 
-    def place(self, rows: np.ndarray, requests: np.ndarray) -> None:
+    def assign(self, rows: np.ndarray, requests: np.ndarray) -> None:
         """Give free rows to requests, new or preempted."""
         self.owner[rows] = requests
         new = requests[self._order[requests] < 0]

@@ -173,8 +173,8 @@ def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path
             f"{key}: {folder}/config.json: num_hidden_layers={config.layers}, but the folder holds {following}{_NORM}"
         )
     # A folder may store the tied lm_head as well. One of its own would be lost without a word.
-    own = config.tied and _LM_HEAD in source.names()
-    if own and not np.array_equal(source.tensor(_EMBEDDING), source.tensor(_LM_HEAD)):
+    has_both = config.tied and _LM_HEAD in source.names()
+    if has_both and not np.array_equal(source.tensor(_EMBEDDING), source.tensor(_LM_HEAD)):
         raise InputError(f"{key}: {folder}/config.json: tie_word_embeddings=true, but {_LM_HEAD} is not {_EMBEDDING}")
 
 

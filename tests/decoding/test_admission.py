@@ -240,7 +240,7 @@ def test_positions_go_to_the_forward_and_its_results_back():
     assert there.sum() == 3 + 5
     np.testing.assert_array_equal(paging.table.read[:, 0][there], tokens[:, 0][there] // 10)
     np.testing.assert_array_equal(paging.positions[:, 0][there] - 4, tokens[:, 0][there] % 10)
-    back = pick(tokens, chosen.place)[..., 0]
+    back = pick(tokens, chosen.flat_index)[..., 0]
     for row, count in enumerate(chosen.admitted):
         assert back[row, : count + 1].tolist() == inputs[row, : count + 1].tolist()
 

@@ -347,15 +347,15 @@ def test_lengths_that_not_all_are_verified_of_are_counted_apart():
     for size in (8, 2):
         for k, seconds in ((0, 0.010), (2, 0.012), (7, 0.014)):
             controller.calibrate(size, k, seconds, live=LIVE)
-    assert controller._tokens(2) == [1, 3, 4], "at most, while nothing is known"
+    assert controller.tokens(2) == [1, 3, 4], "at most, while nothing is known"
     for _ in range(20):
         observe(controller, 2, 2, 0.12, 10, 2000, [1900, 1800, 0, 0, 0, 0, 0])
-    assert controller._tokens(2)[2] == 4
+    assert controller.tokens(2)[2] == 4
     observe(controller, 2, 7, 0.14, 10, 2000, [1500, 1000, 500, 0, 0, 0, 0])
-    assert controller._tokens(2)[2] == pytest.approx(2.5, rel=0.02) and controller._tokens(2)[1] > 2.8
-    assert controller._tokens(8)[2] == 1.75, "of its own size"
+    assert controller.tokens(2)[2] == pytest.approx(2.5, rel=0.02) and controller.tokens(2)[1] > 2.8
+    assert controller.tokens(8)[2] == 1.75, "of its own size"
     restored = Controller.restore(json.loads(json.dumps(controller.state())))
-    assert restored._tokens(2) == controller._tokens(2) and restored.state() == controller.state()
+    assert restored.tokens(2) == controller.tokens(2) and restored.state() == controller.state()
 
 
 # --- live tokens
@@ -558,11 +558,11 @@ def test_off_means_probes_only_and_they_go_on():
 
 def test_acceptance_is_counted_per_verification():
     controller = Controller(LENGTHS, (SIZE,))
-    assert controller._tokens(SIZE)[-1] == 8, "nothing known: worth a try"
+    assert controller.tokens(SIZE)[-1] == 8, "nothing known: worth a try"
     observe(controller, SIZE, 3, 1.0, 100, 10_000, [6000, 3000, 1500, 0, 0, 0, 0])
     # Half of the rest at each position; the prior of a position is the ratio of the one before.
     assert controller.acceptance() == pytest.approx([0.6 * 0.5**i for i in range(7)], rel=0.01)
-    assert controller._tokens(SIZE)[LENGTHS.index(2)] == pytest.approx(1.9, rel=0.01)
+    assert controller.tokens(SIZE)[LENGTHS.index(2)] == pytest.approx(1.9, rel=0.01)
     observe(controller, SIZE, 1, 1.0, 100, 10_000, [3000, 0, 0, 0, 0, 0, 0])
     assert controller.acceptance()[0] == pytest.approx(0.3, rel=0.01)
 
@@ -700,4 +700,4 @@ def test_without_a_drafter_there_is_one_length():
     controller = Controller((0,), (SIZE,))
     controller.calibrate(SIZE, 0, 0.010, live=LIVE)
     observe(controller, SIZE, 0, 0.32, 32, 1024, [])
-    assert controller.choose(SIZE, SIZE, LIVE) == Choice(0, None) and controller._tokens(SIZE) == [1]
+    assert controller.choose(SIZE, SIZE, LIVE) == Choice(0, None) and controller.tokens(SIZE) == [1]

@@ -61,7 +61,7 @@ class Book:
             assert batch.sequence[row] == request % self.samples
         unchanged = np.setdiff1d(np.arange(len(before)), rows)
         np.testing.assert_array_equal(self.scheduler.owner[unchanged], before[unchanged])
-        [carry] = batch.carry
+        [carry] = batch.carried_source
         self.carried = None if carry < 0 else pool[carry]
         return batch
 
@@ -208,11 +208,11 @@ def test_rollouts_start_only_where_there_are_pages():
     prompts = [[1] * 40, [2] * 40]
     scheduler = Scheduler(limits, PAD, Requests(prompts, 4))
     batch = scheduler.schedule(np.array([3 + 2 * 2 + 1]))
-    assert batch.fresh.sum() == 2 and batch.carry == [1], "3 + 2 pages, and 2 for the next iteration"
+    assert batch.fresh.sum() == 2 and batch.carried_source == [1], "3 + 2 pages, and 2 for the next iteration"
     assert scheduler.schedule(np.array([3])) is None
     # The rest of the group needs no prompt; the other prompt would need 3 + 1 and an iteration of five rows.
     batch = scheduler.schedule(np.array([10]))
-    assert batch.fresh.sum() == 2 and batch.source[batch.fresh].tolist() == [0, 0] and batch.carry == [-1]
+    assert batch.fresh.sum() == 2 and batch.source[batch.fresh].tolist() == [0, 0] and batch.carried_source == [-1]
     assert scheduler.schedule(np.array([3 + 1 + 4])) is None
     assert scheduler.schedule(np.array([3 + 1 + 5])).fresh.sum() == 1
 
@@ -227,11 +227,11 @@ def test_siblings_stay_on_one_shard_and_shards_fill_alike():
     scheduler = Scheduler(limits, PAD, Requests([[p] for p in range(4)], 3))
     batch = scheduler.schedule(np.array([100, 100]))
     assert scheduler.owner.tolist() == [0, 1, 2, 6, 3, 4, 5, 9]
-    assert batch.carry.tolist() == [2, 2] and batch.source.tolist() == [1, 1, 1, 2] * 2
+    assert batch.carried_source.tolist() == [2, 2] and batch.source.tolist() == [1, 1, 1, 2] * 2
     assert batch.tokens[:, 0].tolist() == [0, 2, PAD, PAD, 1, 3, PAD, PAD]
     scheduler.finish(np.array([1, 2, 4]))
     batch = scheduler.schedule(np.array([100, 100]))
-    assert scheduler.owner.tolist() == [0, 7, 8, 6, 10, 3 + 1, 5, 9] and batch.carry.tolist() == [-1, 0]
+    assert scheduler.owner.tolist() == [0, 7, 8, 6, 10, 3 + 1, 5, 9] and batch.carried_source.tolist() == [-1, 0]
     assert not scheduler.fits(4) and scheduler.youngest(0) == 2
     scheduler.finish(np.array([0, 1, 3, 4, 5]))
     assert scheduler.fits(4) and scheduler.keep_rows(4).tolist() == [[2, 0], [2, 3]]
