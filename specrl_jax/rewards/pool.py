@@ -75,23 +75,23 @@ class Workers(WorkerGroup):
 
     def _score_chunk(self, place: int, batch: "_Batch", chunk: list[int], workers: list[WorkerProcess]) -> bool:
         """Score answers; give back those that the worker did not begin. Return whether it lives on."""
-        left, full = deque(chunk), False
+        unscored, full = deque(chunk), False
         try:
             for outcome, is_full in workers[place].score([batch.rows[i] for i in chunk], self.timeout):
-                batch.settle(left.popleft(), outcome)
+                batch.settle(unscored.popleft(), outcome)
                 self._losses, full = 0, is_full
         except TimeoutError:
             self._replace(place, workers)
-            batch.settle(left.popleft(), Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s"))
+            batch.settle(unscored.popleft(), Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s"))
             return False
         except Lost as lost:
             ending = self._replace(place, workers, lost)
-            batch.lost[left[0]] += 1
-            if batch.lost[left[0]] == ATTEMPTS:
-                batch.settle(left.popleft(), Outcome((), failure="died", detail=f"the worker {ending}"))
+            batch.lost[unscored[0]] += 1
+            if batch.lost[unscored[0]] == ATTEMPTS:
+                batch.settle(unscored.popleft(), Outcome((), failure="died", detail=f"the worker {ending}"))
             return False
         finally:
-            batch.give_back(left)
+            batch.give_back(unscored)
         if full:
             self._replace(place, workers)
         return not full

@@ -135,15 +135,15 @@ class Scorer:
         """Score rows' own answers. Raises InputError naming the first place where one does not earn 1."""
         outcomes = self._workers.score([one.row for one in own]) if own else []
         for one, outcome in zip(own, outcomes):
-            said = f"{outcome.failure}: {outcome.detail}"
+            reason = f"{outcome.failure}: {outcome.detail}"
             if not outcome.failure:
                 paid = outcome.rewards[self.names.index(one.reward)]
                 if paid == 1:
                     continue
-                said = f"earns {paid:g}, so no response can earn 1"
+                reason = f"earns {paid:g}, so no response can earn 1"
             raise InputError(
                 f"{one.where}: the row's own answer, {one.row.response!r:.200}, scored by reward.name={one.reward}: "
-                f"{said}; mend the row or leave it out"
+                f"{reason}; mend the row or leave it out"
             )
 
     def __call__(
@@ -200,14 +200,14 @@ class Scorer:
 
 def _with_few_parts(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Fail the outcomes whose parts would make more than MAX_NAMES different ones: each is a column and a metric."""
-    known: set[str] = set()
-    kept = []
+    names: set[str] = set()
+    checked = []
     for outcome in outcomes:
-        if len(known | outcome.parts.keys()) > MAX_NAMES:
+        if len(names | outcome.parts.keys()) > MAX_NAMES:
             outcome = Outcome((), failure="error", detail=f"rewards return more than {MAX_NAMES} different parts")
-        known |= outcome.parts.keys()
-        kept.append(outcome)
-    return kept
+        names |= outcome.parts.keys()
+        checked.append(outcome)
+    return checked
 
 
 def _part_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:

@@ -70,15 +70,15 @@ def _blocks(response: str) -> Iterator[_Block]:
             yield _Block(language, _dedented(lines))
             fence = ""
         inner = _unquoted(line, quotes) if fence else line
-        found = _FENCE.match(inner) or (None if fence else _LATE_FENCE.match(inner))
-        fits = fence and found and found[2].startswith(fence) and _columns(found[1]) <= column + 3
-        if fits and found and not found[3].strip():
+        match = _FENCE.match(inner) or (None if fence else _LATE_FENCE.match(inner))
+        fits = fence and match and match[2].startswith(fence) and _columns(match[1]) <= column + 3
+        if fits and match and not match[3].strip():
             yield _Block(language, _dedented(lines))
             fence = ""
-        elif found and (not fence or (fits and _PYTHON.match(found[3]))):
-            fence, language, lines = found[2], found[3].strip(), []
+        elif match and (not fence or (fits and _PYTHON.match(match[3]))):
+            fence, language, lines = match[2], match[3].strip(), []
             if inner is line:  # else it stands in the same quote
-                column, quotes = _columns(found[1]), found[1].count(">")
+                column, quotes = _columns(match[1]), match[1].count(">")
         elif fence:
             lines.append(inner)
             if inner.rstrip().endswith(fence) and tries:

@@ -98,15 +98,15 @@ def _private_cases(row: Mapping[str, object]) -> list[object]:
     if not isinstance(written, str) or not written:
         return []
     try:
-        found = json.loads(written)
+        cases = json.loads(written)
     except ValueError:
         try:
-            found = json.loads(_Text(io.BytesIO(zlib.decompress(base64.b64decode(written)))).load())
+            cases = json.loads(_Text(io.BytesIO(zlib.decompress(base64.b64decode(written)))).load())
         except Exception:
             raise ValueError("holds 'private_test_cases' that cannot be read") from None
-    if not isinstance(found, list):
+    if not isinstance(cases, list):
         raise ValueError("holds 'private_test_cases' that are no list")
-    return found
+    return cases
 
 
 class _Text(pickle.Unpickler):
@@ -116,9 +116,9 @@ class _Text(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _printed(given: str, wanted: str) -> Test:
+def _printed(given: str, expected: str) -> Test:
     def share(ran: Ran) -> float:
-        return float(ran.status == 0 and not ran.cause and same_output(ran.stdout, wanted))
+        return float(ran.status == 0 and not ran.cause and same_output(ran.stdout, expected))
 
     return Test(lambda program: Run(program, given), share)
 
@@ -146,11 +146,11 @@ def _arguments(given: object) -> list[object]:
     return given
 
 
-def _wrapped(wanted: object) -> list[object]:
+def _wrapped(value: object) -> list[object]:
     """Return the values that a call may return: APPS writes [value] for value."""
     with contextlib.suppress(ValueError):  # other text is the value itself
-        wanted = _json(wanted)
-    return [wanted, wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
+        value = _json(value)
+    return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
 
 
 def _json(text: object) -> object:

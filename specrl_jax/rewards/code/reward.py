@@ -75,11 +75,11 @@ class CodeReward:
 def own_program(row: Mapping[str, object]) -> str:
     """Return a row's own solution as a response; "" where no column has one that is Python."""
     for name in SOLUTIONS:
-        found = row.get(name)
-        if isinstance(found, str) and found.startswith("["):
+        solution = row.get(name)
+        if isinstance(solution, str) and solution.startswith("["):
             with contextlib.suppress(ValueError):
-                found = json.loads(found)  # APPS writes a list as text
-        first = found[0] if isinstance(found, list) and found else found
+                solution = json.loads(solution)  # APPS writes a list as text
+        first = solution[0] if isinstance(solution, list) and solution else solution
         if isinstance(first, str) and first.strip():
             program = extract_program(first) or first
             tree = parsed(program)

@@ -159,8 +159,8 @@ class EnvironmentWorkers(WorkerGroup):
                 continue
             holder = self._holders.get(session)
             # After as many answers the worker may have dropped the conversation, and repeats it.
-            kept = holder is not None and self._answers[place] - holder.answers < MOST_OPEN
-            steps = 1 if kept else 1 + len(task.turns or ())
+            goes_on = holder is not None and self._answers[place] - holder.answers < MOST_OPEN
+            steps = 1 if goes_on else 1 + len(task.turns or ())
             try:
                 outcome, full = next(workers[place].score([task.row()], steps * self.timeout))
             except TimeoutError:

@@ -141,7 +141,7 @@ def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(mon
             return super().step(text)
 
     class InThisProcess:
-        def __init__(self, names, memory):
+        def __init__(self, names, memory, code=None):
             self.sessions = Sessions(Counted)
 
         def check(self, seconds):
@@ -156,7 +156,7 @@ def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(mon
             said = self.sessions(rows[0].response, "", row=rows[0].context.row)
             yield Outcome((said.reward,), messages=said.messages), False
 
-    monkeypatch.setattr("specrl_jax.rewards.environments.workers.WorkerProcess", InThisProcess)
+    monkeypatch.setattr("specrl_jax.rewards.worker_group.WorkerProcess", InThisProcess)
     for module in ("workers", "session"):
         monkeypatch.setattr(f"specrl_jax.rewards.environments.{module}.MOST_OPEN", 3)
     workers, replies, rng = workers_of(STRANGE, count=1, seconds=1.0), queue.SimpleQueue(), random.Random(0)
