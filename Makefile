@@ -31,8 +31,9 @@ run: $(VENV)/installed
 	$(BIN)/python main.py --config configs/demo.py
 
 # Two processes; one that has finished takes tests from the other. They share a compile cache that outlives the run
-# (SPECRL_TEST_CACHE, by default below ~/.cache/specrl_jax/tests).
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# (SPECRL_TEST_CACHE, by default below ~/.cache/specrl_jax/tests). Python's own cache is on:
+# without it each process writes the assertions of all tests again, a dozen seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow and not long"

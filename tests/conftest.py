@@ -31,7 +31,7 @@ REGION_LIMIT_OF_A_TEST = 40_000  # within a module, where programs are used agai
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.03)
 
 # No deadline: an example that is slow because the machine is shared is not a failure.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)

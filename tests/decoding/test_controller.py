@@ -14,7 +14,7 @@ from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
 from specrl_jax.decoding.controller import Controller, best_length
 from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.rollouts import DecodeChunk
-from tests.helpers.long import long_but
+from tests.helpers.long import long_but, slow_but
 
 LENGTHS = (0, 1, 2, 3, 5, 7)
 SIZE = 32
@@ -165,7 +165,7 @@ def test_the_best_length_has_the_highest_rate_and_is_the_shorter_of_two_alike():
 
 
 @pytest.mark.parametrize("rows", long_but([32], [4, 32, 256]))
-@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("costs", slow_but(["paper, Zero", "a step, then flat"], COSTS))
 @pytest.mark.parametrize("acceptance", ACCEPTANCE)
 def test_as_fast_as_the_best_fixed_length(acceptance, costs, rows):
     for seed in (0, 1):
@@ -258,7 +258,7 @@ def test_a_busy_machine_does_not_trigger_probes_of_all_lengths(acceptance):
     assert share >= 0.97
 
 
-@pytest.mark.parametrize("wrong", LENGTHS)
+@pytest.mark.parametrize("wrong", slow_but([0, 3], LENGTHS))
 @pytest.mark.parametrize("factor", [0.4, 2.5])
 def test_recovers_from_a_calibration_that_was_wrong(wrong, factor):
     """Of any one length, by any factor: probes and use put it right."""

@@ -85,6 +85,7 @@ def test_siblings_do_draft_from_each_other():
 # --- negative controls
 
 
+@pytest.mark.slow
 def test_siblings_that_share_all_noise_are_detected(monkeypatch):
     """Each has the right distribution by itself."""
     deal = Scheduler.schedule

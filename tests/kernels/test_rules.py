@@ -8,8 +8,9 @@ import pytest
 from kernels_pallas.verify import rules
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import exact
-from tests.helpers.blocks import KINDS, SAMPLINGS, make_model
+from tests.helpers.blocks import KINDS, QUICKLY, SAMPLINGS, make_model
 from tests.helpers.exact import flat_index, joint, sequences
+from tests.helpers.long import slow_but
 
 SIZES = [(V, k) for V in (2, 3, 4) for k in (1, 2, 3)]
 RATIO_RULES = ["rejection", "block"]
@@ -17,7 +18,7 @@ RATIO_RULES = ["rejection", "block"]
 
 def in_float64(function, *arrays):
     with jax.enable_x64(True):
-        out = function(*(jnp.array(x, jnp.float64) for x in arrays))
+        out = jax.jit(function, compiler_options=QUICKLY)(*(jnp.array(x, jnp.float64) for x in arrays))
         assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(out))
         return jax.tree.map(np.asarray, out)
 
@@ -60,7 +61,7 @@ def emitted_distribution(rule, model, sampling):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("V, k", SIZES)
+@pytest.mark.parametrize("V, k", slow_but([(2, 1), (2, 3), (3, 2), (4, 3)], SIZES))
 def test_emitted_tokens_have_exactly_the_targets_distribution(rule, V, k):
     # Sums of at most 4 ** 4 products in float64: a few 1e-16.
     for kind in KINDS:

@@ -17,8 +17,12 @@ from tests.helpers.statistics import assert_drawn_from
 ENDS = np.array([0.0, 2**-24, 0.5, 1 - 2**-23, 1 - 2**-24], np.float32)
 
 # Few distinct values, so that ties are common, with far outliers; some rows are all equal or have impossible tokens.
-LOGITS = st.lists(st.sampled_from([-1e9, -60.0, -2.0, -0.5, 0.0, 0.25, 0.5, 3.0, 40.0]), min_size=1, max_size=9)
-FINE_LOGITS = st.lists(st.integers(-8000, 8000).map(lambda n: n / 1000), min_size=1, max_size=9)
+# Each length is a program.
+LENGTHS = st.sampled_from([1, 4, 9])
+VALUES = st.sampled_from([-1e9, -60.0, -2.0, -0.5, 0.0, 0.25, 0.5, 3.0, 40.0])
+FINE_VALUES = st.integers(-8000, 8000).map(lambda n: n / 1000)
+LOGITS = LENGTHS.flatmap(lambda n: st.lists(VALUES, min_size=n, max_size=n))
+FINE_LOGITS = LENGTHS.flatmap(lambda n: st.lists(FINE_VALUES, min_size=n, max_size=n))
 
 
 def draws(weights, uniform, second=None):

@@ -714,7 +714,7 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize("by_row", [False, True], ids=["one sampling", "by row"])
+@pytest.mark.parametrize("by_row", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one sampling", "by row"])
 @pytest.mark.parametrize(
     ("sampling", "recorded"), RECORDED, ids=["rejection", "block", "coupled", "truncated", "greedy"]
 )

@@ -141,6 +141,7 @@ def test_every_table_with_a_row_for_each_draft_id_moves(kind):
     assert sorted(tables_by_id(draft)) == [*["markov_out"][: kind == "dspark"], "unembed"]
 
 
+@pytest.mark.slow
 def test_a_new_row_of_a_table_that_is_not_the_policys_adds_nothing():
     """DSpark's Markov head: rows and moments follow the ids."""
     params = {name: jnp.arange(6.0).reshape(3, 2) + 1 for name in ("unembed", "markov_out", "markov_in")}

@@ -17,6 +17,7 @@ from specrl_jax.models import attention
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.heads import drawn_params
+from tests.helpers.long import slow_but
 
 TARGET = Qwen3Config(24, 16, 6, heads=4, kv_heads=2, head_dim=8, mlp=20, tied=False, max_positions=64)
 CONFIGS = {
@@ -109,7 +110,7 @@ def by_hand(kind, t, tokens, features, embed, lm_head):
     return (x @ w["unembed"].T)[:STEPS] + before @ w["markov_out"].T
 
 
-@kinds
+@pytest.mark.parametrize("kind", slow_but(["dspark"], CONFIGS))
 def test_every_block_is_as_the_formulas_say(kind):
     found = logits_of(kind, *text())
     for t in range(T - STEPS - 1):
