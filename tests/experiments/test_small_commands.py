@@ -99,7 +99,6 @@ TABLE = {
     "rlzero_tiny.speedup": [Runs(f"{OUTPUT} --workdir runs/rlzero_tiny")],
     "robustness.mutations": [RunBy("test_mutations.py")],
     "robustness.digest_cost": [Runs()],
-    "robustness.faults": [Runs("--only nonfinite --first 2 --output out")],
     "robustness.kills": [Runs(OUTPUT)],
     "robustness.private_slurm": [RunBy("test_private_slurm.py")],
     "robustness.rewards": [Runs(f"{OUTPUT} --gsm8k runs/gsm8k"), Says("--gsm8k nowhere --output out", "nowhere")],
