@@ -130,26 +130,17 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={
-            "updates": 2,
-            "rollouts": 16,
-            "problems": 4,
-            "seeds": [0],
-            "heads": 1,
-            "features": "runs/small/features",
-            "output": str(HERE / "offline.csv"),
-        },
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        features=("runs/features", "runs/small/features", "folder; the features are made once"),
+        updates=(0, 2, "default: 2,400; of the rooms 300"),
+        rollouts=(8192, 16),
+        problems=(512, 4),
+        seeds=(range(3), [0]),
+        heads=(len(HEADS), 1, "of a seed, at most"),
+        output=("", str(HERE / "offline.csv"), "default: offline.csv or rooms.csv beside this file"),
     )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
-    parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
-    parser.add_argument("--updates", type=int, default=0, help="default: 2,400; of the rooms 300")
-    parser.add_argument("--rollouts", type=int, default=8192)
-    parser.add_argument("--problems", type=int, default=512)
-    parser.add_argument("--seeds", type=int, nargs="+", default=range(3))
-    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a seed, at most")
-    parser.add_argument("--output", default="", help="default: offline.csv or rooms.csv beside this file")
     a = parser.parse_args()
     output = a.output or str(HERE / ("rooms.csv" if a.rooms else "offline.csv"))
     updates = a.updates or (300 if a.rooms else 2400)

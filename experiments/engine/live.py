@@ -1,10 +1,10 @@
 """Measure whether decoding and a step cost what they hold: by limit, by live tokens, with long tails of lengths.
 
-    python -m experiments.engine.live limit contiguous short tail drafts pages step
+    python -m experiments.engine.live limit tail drafts pages step
 
 Each name is one measurement; README.md says what it measures and how long it takes. Policies have random weights given
 by a seed, and every rollout has a length given beforehand. What is compared takes turns in rounds, in a random order:
-engines of this tree in this process, commit 411c9fb (peer_earlier.py) and other libraries in processes of their own.
+our engines in this process, other libraries in processes of their own.
 A row of the CSV is the median of a figure over the rounds; it replaces the row of an earlier measurement on such a
 processor.
 `--small` does the same with little work, for tests; its figures mean nothing.
@@ -28,7 +28,6 @@ import numpy as np
 from experiments import commands
 from experiments.engine import bench
 from experiments.engine.live_work import (
-    EARLIER,
     FULL,
     GROUP,
     ROOT,
@@ -39,7 +38,6 @@ from experiments.engine.live_work import (
     Sizes,
     Work,
     brief,
-    earlier_engine,
     equal,
     long_tail,
     other_library,
@@ -62,7 +60,7 @@ from specrl_jax.sharding import LEARNER, partitioner
 
 FIELDS = ("figure", "case", "unit", "low", "median", "high", "rounds", "processor", "versions", "date")
 DEMO_POLICY, DEMO_HEAD, DEMO_PROMPT = "experiments/demo/policy", "experiments/demo/head", 16  # tokens of a prompt
-AGAINST = (EARLIER, "transformers", "continuous", "tunix")
+AGAINST = ("transformers", "continuous", "tunix")
 
 
 class Figures:
@@ -110,34 +108,13 @@ def limit(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
         figures.compare(name, rounds_of(dict.fromkeys(works, ours), works, a.rounds), "iteration", "ms", 1e3)
 
 
-def contiguous(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
-    """Time an iteration of 8 sequences that are as long as the commit's cache, but for the last 32 tokens."""
-    for name, folder, model in policies(a, sizes):
-        work = equal(8, sizes.full - 32, 32, sizes.full, model.vocab)
-        with earlier_engine(folder) as earlier:
-            sides: dict[str, Side] = {"ours": Ours(folder), EARLIER: earlier}
-            figures.compare(name, rounds_of(sides, dict.fromkeys(sides, work), a.rounds), "iteration", "ms", 1e3)
-
-
-def short(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
-    """Time rollouts of 128 tokens by the number of sequences, as in peers.csv."""
-    for name, folder, model in policies(a, sizes):
-        with earlier_engine(folder) as earlier:
-            sides: dict[str, Side] = {"ours": Ours(folder), EARLIER: earlier}
-            for batch in a.batches:
-                work = equal(batch, 32, 128, 160, model.vocab) if not a.small else equal(2, 8, 8, 16, model.vocab)
-                found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds)
-                figures.compare(f"{name} {batch}", found, "speed", "tokens/s")
-
-
 def tail(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
     """Time rollouts with a long tail of lengths against the sides of --against."""
     work = long_tail(a.prompts, sizes)
     with policy(sizes) as folder, contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {"ours": Ours(folder)}
         for who in a.against:
-            started = earlier_engine(folder) if who == EARLIER else other_library(command_of(who, a), folder)
-            sides[who] = stack.enter_context(started)
+            sides[who] = stack.enter_context(other_library(command_of(who, a), folder))
         # google-tunix compiles for each shape.
         first = {who: work if who == "tunix" else brief(work) for who in sides}
         found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, first)
@@ -242,7 +219,7 @@ def policy(sizes: Sizes) -> Iterator[str]:
 def policies(a: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, str, Qwen3Config]]:
     """Write a policy of each size, and yield its name, folder and sizes."""
     for name in sizes.models if a.small else a.models or sizes.models:
-        model = dataclasses.replace(sizes.models[name], max_positions=max(*sizes.limits, sizes.full))
+        model = dataclasses.replace(sizes.models[name], max_positions=max(sizes.limits))
         with tempfile.TemporaryDirectory() as folder:
             save_random(folder, model)
             yield name, folder, model
@@ -285,18 +262,19 @@ def keep(path: str, rows: list[bench.Row]) -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Sizes, Figures], None]] = {
-    measurement.__name__: measurement for measurement in (limit, contiguous, short, tail, drafts, pages, step)
+    measurement.__name__: measurement for measurement in (limit, tail, drafts, pages, step)
 }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "prompts": 3, "batches": [2], "against": [EARLIER]})
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(5, 1))
     parser.add_argument("figures", nargs="+", choices=MEASUREMENTS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="of limit, contiguous and short; all")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences of short")
-    parser.add_argument("--prompts", type=int, default=16, help=f"of tail, drafts and pages; {GROUP} rollouts of each")
-    parser.add_argument("--against", nargs="+", default=[EARLIER], choices=AGAINST, help="sides of tail")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="of limit; all")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help=f"of tail, drafts and pages; {GROUP} rollouts of each", small=3
+    )
+    parser.add_argument("--against", nargs="+", default=[], choices=AGAINST, help="sides of tail")
     parser.add_argument("--transformers", default="", help="Python of its environment, for tail")
     parser.add_argument("--tunix", default="", help="Python of its environment, for tail")
     parser.add_argument(
@@ -305,8 +283,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="experiments/engine/live.csv")
     a = parser.parse_args(arguments)
     for who in a.against:
-        needed = {"transformers": a.transformers, "continuous": a.transformers, "tunix": a.tunix}.get(who, who)
-        if not needed:
+        if not (a.tunix if who == "tunix" else a.transformers):
             parser.error(f"--against {who}: the Python of its environment is needed")
     return a
 

@@ -74,9 +74,8 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"prompts": 2, "lengths": [0]})
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 3], help="k")
+    parser = commands.Parser(__doc__)
+    parser.sizes(prompts=(256, 2), lengths=([0, 3], [0], "k"))
     parser.add_argument("--output", default="experiments/engine/logprobs.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:

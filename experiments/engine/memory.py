@@ -93,7 +93,7 @@ def measure(preset: str, limits: EngineConfig, dtype: str, allocate: bool) -> li
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={})
+    parser = commands.Parser(__doc__)
     parser.add_argument("--output", default="experiments/engine/memory.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:

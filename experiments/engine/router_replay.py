@@ -88,11 +88,9 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"prompts": 2, "seeds": 1, "cells": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(prompts=(128, 2), seeds=(3, 1), cells=(len(CELLS), 1, "rows of the table, at most"))
     parser.add_argument("--policy", required=True, help="folder of a mixture")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cells", type=int, default=len(CELLS), help="rows of the table, at most")
     parser.add_argument("--output", default="experiments/engine/router_replay.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:

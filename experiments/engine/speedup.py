@@ -78,27 +78,20 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={
-            "policy": bench.TINY_POLICY,
-            "head": bench.TINY_HEAD,
-            "slots": [2],
-            "lengths": [1],
-            "dtypes": ["float32"],
-            "rules": ["rejection"],
-            "rounds": 1,
-        },
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        policy=(bench.TINY_POLICY, bench.TINY_POLICY, "folder"),
+        head=(bench.TINY_HEAD, bench.TINY_HEAD, "folder"),
+        slots=([1, 4, 8, 16, 32, 64], [2]),
+        rounds=(9, 1),
     )
-    parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
-    parser.add_argument("--head", default=bench.TINY_HEAD, help="folder")
     parser.add_argument("--kind", default="eagle3", choices=("eagle3", "mtp", "model"), help="of the head")
     parser.add_argument("--tokenizer", default="char", help="char, or a folder")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], choices=LENGTHS)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
-    parser.add_argument("--rules", nargs="+", default=["rejection", "block"], choices=RULES)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], choices=LENGTHS, small=[1])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), small=["float32"]
+    )
+    parser.add_argument("--rules", nargs="+", default=["rejection", "block"], choices=RULES, small=["rejection"])
     parser.add_argument("--output", default="experiments/engine/speedup.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:

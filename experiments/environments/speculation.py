@@ -31,15 +31,12 @@ def build(kind: str, k: int, policy: str, head: str) -> Case:
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={"policy": bench.TINY_POLICY, "head": bench.TINY_HEAD, "rollouts": 8, "rounds": 1, "longest": 3},
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        rollouts=(64, 8, "of a round, in groups of eight"), rounds=(5, 1), longest=(9, 3, "of the draft lengths")
     )
-    parser.add_argument("--policy", required=True, help="folder of the policy")
-    parser.add_argument("--head", required=True, help="folder of its EAGLE-3 head")
-    parser.add_argument("--rollouts", type=int, default=64, help="of a round, in groups of eight")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--longest", type=int, default=9, help="of the draft lengths")
+    parser.add_argument("--policy", required=True, help="folder of the policy", small=bench.TINY_POLICY)
+    parser.add_argument("--head", required=True, help="folder of its EAGLE-3 head", small=bench.TINY_HEAD)
     parser.add_argument("--output", default=str(OUTPUT), help="CSV file")
     a = parser.parse_args()
     chosen = [(kind, k) for kind, lengths in LENGTHS.items() for k in lengths if k <= a.longest]

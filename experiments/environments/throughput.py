@@ -87,11 +87,9 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"preset": "nano", "rollouts": 8, "rounds": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(preset=("tiny", "nano"), rollouts=(128, 8), rounds=(3, 1))
     parser.add_argument("--output", required=True)
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--rollouts", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     runs = {name: build(name, a.preset) for name in CLASSES}
     rows: list[dict[str, Any]] = []

@@ -38,12 +38,10 @@ def run_once(command: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "steps": 1, "warmup": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(3, 1), steps=(8, 1, "measured, of a round"), warmup=(2, 1, "steps before them"))
     parser.add_argument("--trl", help="Python of TRL's environment; without, TRL is left out")
     parser.add_argument("--tunix", help="Python of tunix's environment; without, tunix is left out")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="measured, of a round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--output", default=str(HERE / "results.csv"))
     arguments = parser.parse_args()
     programs = {"ours": [sys.executable, "-m", "experiments.grpo_step.ours"]}

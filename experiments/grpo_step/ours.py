@@ -130,9 +130,8 @@ def measure(steps: int, warmup: int) -> dict:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"steps": 1, "warmup": 1})
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser = commands.Parser(__doc__)
+    parser.sizes(steps=(8, 1), warmup=(2, 1))
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     result = measure(arguments.steps, arguments.warmup)

@@ -283,7 +283,7 @@ def time_iterations(shapes: Shapes, limits: dict[str, float]) -> Iterator[dict[s
 
 
 def main() -> int:
-    parser = commands.Parser(__doc__, small={})  # small shapes, interpreted kernels: no device needed
+    parser = commands.Parser(__doc__)
     parser.add_argument("--output", required=True, help="a JSON file")
     a = parser.parse_args()
     device = jax.devices()[0]

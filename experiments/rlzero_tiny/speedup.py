@@ -61,11 +61,9 @@ def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.n
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"slots": [2], "lengths": [1], "rounds": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(slots=([8], [2]), lengths=([1, 2, 3, 5], [1]), rounds=(9, 1))
     parser.add_argument("--workdir", required=True, nargs="+", help="workdirs of finished runs")
-    parser.add_argument("--slots", type=int, nargs="+", default=[8])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
     for workdir in a.workdir:

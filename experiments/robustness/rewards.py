@@ -253,10 +253,9 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"answers": 20, "rounds": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(answers=(10_000, 20, "of the hostile answers"), rounds=(5, 1, "of the throughput measurement"))
     parser.add_argument("--gsm8k", required=True, help="folder of train.jsonl and test.jsonl")
-    parser.add_argument("--answers", type=int, default=10_000, help="of the hostile answers")
-    parser.add_argument("--rounds", type=int, default=5, help="of the throughput measurement")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", required=True)
     a = parser.parse_args()

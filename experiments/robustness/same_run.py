@@ -272,10 +272,12 @@ def report(kind: str, mode: str, old: Run, new: Run, found: list[str]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"kinds": "ngram", "modes": "sync"})
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        kinds=(",".join(KINDS), "ngram", "kinds of draft, separated by commas"),
+        modes=(",".join((*MODES, *FURTHER)), "sync", "modes, separated by commas"),
+    )
     parser.add_argument("--against", required=True, type=pathlib.Path, help="checkout of the other version")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of draft, separated by commas")
-    parser.add_argument("--modes", default=",".join((*MODES, *FURTHER)), help="modes, separated by commas")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for the other version's runs, read again if there")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of both runs")
     a = parser.parse_args()

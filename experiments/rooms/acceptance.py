@@ -180,11 +180,13 @@ def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"seeds": [0], "workloads": ["rooms"], "heads": 1, "prompts": 1})
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a base, at most")
-    parser.add_argument("--prompts", type=int, default=32, help="of a measurement")
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        seeds=(SEEDS, [0], "of the bases"),
+        heads=(len(HEADS), 1, "of a base, at most"),
+        prompts=(32, 1, "of a measurement"),
+    )
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), small=["rooms"])
     parser.add_argument("--output", "--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()

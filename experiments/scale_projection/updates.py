@@ -151,11 +151,11 @@ def _chance(value: float | str) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 1, "cases": ["8B"]})
-    parser.add_argument("--draws", type=int, default=12, help="draws behind every interval that Table 1 allows")
+    parser = commands.Parser(__doc__)
+    parser.sizes(draws=(12, 1, "draws behind every interval that Table 1 allows"))
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and page")
     names = [case.name for case in grid.CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, default=names)
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, small=["8B"])
     a = parser.parse_args()
     hosts = public.calibrate()
     kept = paper.worlds(a.draws, {name: hosts.factors[name] for name in hosts.values}).kept

@@ -117,8 +117,8 @@ def allowed(found: paper.Worlds) -> list[str]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 2})
-    parser.add_argument("--draws", type=int, default=100, help="draws behind every interval that Table 1 allows")
+    parser = commands.Parser(__doc__)
+    parser.sizes(draws=(100, 2, "draws behind every interval that Table 1 allows"))
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and figures")
     a = parser.parse_args()
     draws, folder = a.draws, a.output

@@ -82,7 +82,8 @@ def test_bits_are_compared_not_values():
 
 
 def test_metrics_of_the_clock_are_not_compared():
-    assert untimed({"step": 1, "time/total": 2.0, "draft/seconds": 0.1, "draft/kl": 0.5}) == {"step": 1, "draft/kl": 0.5}
+    row = {"step": 1, "time/total": 2.0, "draft/seconds": 0.1, "draft/kl": 0.5}
+    assert untimed(row) == {"step": 1, "draft/kl": 0.5}
 
 
 def no_gradient(run):
