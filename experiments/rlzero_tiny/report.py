@@ -10,9 +10,6 @@ from results.csv.
 import pathlib
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 

@@ -14,14 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib
-
-from experiments import commands
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import commands
 from experiments.claims import COLOURS, STYLES, markdown, save, show_table, write_rows
 from experiments.engine import bench
 from experiments.parts import prepared

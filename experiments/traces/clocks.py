@@ -12,9 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
