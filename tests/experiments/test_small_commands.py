@@ -75,7 +75,6 @@ TABLE = {
     "engine.divergence": [Runs(OUTPUT)],
     "engine.live": [RunBy("test_live.py")],
     "engine.logprobs": [Runs()],
-    "engine.memory": [Runs()],
     "engine.peers": [Runs(OUTPUT), Says(f"{OUTPUT} --tunix nowhere/python", "--tunix nowhere/python: No such file")],
     "engine.router_replay": [Runs("--small --policy runs/nano_moe"), Says("--policy nowhere", "nowhere")],
     "engine.speedup": [Runs()],
