@@ -23,6 +23,7 @@ import numpy as np
 
 from configs import draft_tiny
 from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.rooms.bases import folder
@@ -116,9 +117,10 @@ def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator
         yield {"k": k, "acceptance_length": round(int(rollouts.response_length.sum()) / verifications, 4)} | rates
 
 
-def report(rows: list[bench.Row]) -> None:
+def table(rows: list[bench.Row]) -> str:
+    """Return the Markdown table: acceptance lengths over seeds, conditional rates of draft k over those of draft 1."""
+    lines = []
     for k in K:
-        print(f"k = {k}: acceptance length, mean over seeds (spread); conditional rate of draft k over that of draft 1")
         for cell in bench.distinct(rows, *CELL):
             found = bench.matching(rows, k=k, **dict(zip(CELL, cell)))
             lengths = [row["acceptance_length"] for row in found]
@@ -126,7 +128,8 @@ def report(rows: list[bench.Row]) -> None:
             with np.errstate(invalid="ignore"):  # of drafts of which none is kept
                 ratio = np.mean(kept / before / first)
             shown = f"{np.mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})"
-            print(f"  {cell[0]:<11} {cell[1]:<15} ttt {cell[2]}  {shown}  {ratio:.3f}")
+            lines.append([k, *cell, shown, f"{ratio:.3f}"])
+    return markdown(["k", *CELL, "acceptance length, mean (spread)", "rate of draft k over that of 1"], lines)
 
 
 def main() -> None:
@@ -154,7 +157,7 @@ def main() -> None:
                 row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": updates}
                 for found in measure(cases[0], state, EVALUATED[prompts], a.problems):
                     write(row | {"train_seconds": round(seconds, 2)} | found)
-    report(bench.read_rows(output))
+    print(table(bench.read_rows(output)))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import matplotlib
-
-from experiments import commands
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, Case, build, fc, forward, head, iteration, rest
 from experiments.engine.peers import MODELS
@@ -73,11 +70,7 @@ def table(rows: list[bench.Row]) -> list[dict[str, Any]]:
 def report(rows: list[bench.Row]) -> None:
     for batch, dtype in bench.distinct(rows, "batch", "dtype"):
         lines = table(bench.matching(rows, batch=batch, dtype=dtype))
-        names = [name for name in lines[0] if name != "k"]
-        print(f"\nbatch {batch}, {dtype}\n  k" + "".join(f"{name:>10}" for name in names) + "   quartiles of ratio")
-        for line in lines:
-            shown = "".join(f"{line[name].median:10.3f}" for name in names)
-            print(f"{line['k']:3d}{shown}   {line['ratio'].low:.3f} to {line['ratio'].high:.3f}")
+        print(f"\nbatch {batch}, {dtype}\n\n{markdown(list(lines[0]), [list(line.values()) for line in lines])}")
 
 
 def plot_costs(path: str, figure_path: str) -> None:

@@ -69,11 +69,7 @@ class Workload(NamedTuple):
 
 
 def load_engine(
-    folder: str,
-    limits: EngineConfig,
-    draft: DraftOptions = NO_DRAFT,
-    length: int = 0,
-    eos: int | None = None,
+    folder: str, limits: EngineConfig, draft: DraftOptions = NO_DRAFT, length: int = 0, eos: int | None = None
 ) -> tuple[Engine, Weights]:
     """Return this project's engine in float32 for the policy in `folder`, and its weights.
 

@@ -145,17 +145,6 @@ def table(rows: Sequence[Position]) -> str:
     return markdown([*columns, "accepted of those reached, 1 to 7", "TV of the first"], lines)
 
 
-def describe(rows: Sequence[Position]) -> str:
-    """Return a line on one run: tokens per verification, then the chance of each position."""
-    first = rows[0]
-    shown = " ".join(f"{row.accepted / max(row.reached, 1):.3f}" for row in rows)
-    return (
-        f"{first.workload} {first.seed} {first.head}, {first.drafts}, k = {first.k}: "
-        f"{first.tokens_per_verification:.2f} tokens per verification; accepted of those reached {shown}; "
-        f"TV of the first {first.total_variation:.3f}"
-    )
-
-
 def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
     """Draw the chance of each position: a panel per workload, a line per head and kind of draft."""
     workloads = [name for name in WORKLOADS if any(row.workload == name for row in rows)]
@@ -192,7 +181,7 @@ def main() -> None:
         rows += measure(*run, a.prompts)
         jax.clear_caches()
         write_rows(file, [row._asdict() for row in rows])
-        print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
+        print(*run, f"{rows[-1].tokens_per_verification:.2f} tokens per verification, k = {rows[-1].k}", flush=True)
     plot(rows, a.output / "acceptance.png")
     show_table(a.output, HERE, table(rows))
 

@@ -22,15 +22,7 @@ from experiments.scale_projection import grid, large, paper, public
 from experiments.scale_projection.ours import Row
 from experiments.simulator.grid import write_rows
 from experiments.simulator.lengths import LogNormalLengths
-from experiments.simulator.modes import (
-    DISAGREEMENTS,
-    MODES,
-    Update,
-    break_even,
-    divided,
-    formula,
-    simulate_update,
-)
+from experiments.simulator.modes import DISAGREEMENTS, MODES, Update, break_even, divided, formula, simulate_update
 from experiments.simulator.scenario import Points, Scenario, best_split, points, predict
 from experiments.verdicts import Interval
 

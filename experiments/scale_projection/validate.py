@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments import commands
 from experiments.claims import markdown
+from experiments.engine.bench import distinct, matching
 from experiments.scale_projection import apart, figures, large, ours, paper, public, score
 from experiments.scale_projection.calibrate import Calibration, errors
 from experiments.simulator.grid import write_rows
@@ -29,28 +30,20 @@ STEP_TARGET, PAPER_TARGET = 0.10, 0.10
 
 
 def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
-    print("OUR OWN RUNS")
-    for fit in fits:
-        print("\n".join(fit.lines()))
-    for name in dict.fromkeys(row["set"] for row in rows):
-        for use in ("fitted", "held out"):
-            kept = [r for r in rows if (r["set"], r["use"]) == (name, use)]
-            if not kept:
-                continue
-            found = errors(*(np.array([r[name] for r in kept]) for name in ("predicted", "measured")))
-            line = f"  {name:<18} {use:<9} {found}"
-            if use == "held out" and name in TARGETS:
-                median, worst = TARGETS[name]
-                reached = found.median <= median and found.worst <= worst
-                line += f"; wanted {median:.0%}, {worst:.0%}: {_verdict(reached)}"
-            print(line)
+    """Print the constants, the errors of every set, and the held-out phases that are further off than STEP_TARGET."""
+    print("\n".join(["", "OUR OWN RUNS", *(line for fit in fits for line in fit.lines())]))
+    sets = []
+    for name, use in distinct(rows, "set", "use"):
+        kept = matching(rows, set=name, use=use)
+        found = errors(*(np.array([r[column] for r in kept]) for column in ("predicted", "measured")))
+        median, worst = TARGETS.get(name, (np.inf, np.inf)) if use == "held out" else (np.inf, np.inf)
+        reached = _verdict(found.median <= median and found.worst <= worst) if np.isfinite(median) else ""
+        sets.append({"set": name, "use": use} | found._asdict() | {"wanted": reached})
+    show("errors by set", sets)
     steps = [r for r in rows if r["set"].startswith(("step ", "split ")) and r["use"] == "held out"]
     phases = [r for r in steps if r["set"] != "step total"]
     off = [r for r in phases if abs(r["predicted"] / r["measured"] - 1) > STEP_TARGET]
-    within = len(phases) - len(off)
-    print(f"  {within} of {len(phases)} held-out phases, and asynchronous steps, within {STEP_TARGET:.0%}; not:")
-    for r in off:
-        print(f"    {r['set']}, {r['cell']}: {r['measured']:.4f} s, predicted {r['predicted']:.4f}")
+    show(f"{len(phases) - len(off)} of {len(phases)} held-out phases and asynchronous steps are near; not:", off)
 
 
 def _verdict(reached: bool) -> str:
@@ -59,7 +52,7 @@ def _verdict(reached: bool) -> str:
 
 def show(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
     """Print a table of these columns, or of all."""
-    names = list(columns or rows[0])
+    names = list(columns or dict.fromkeys(name for r in rows for name in r))
     cells = [[f"{r[n]:.4g}" if isinstance(r[n], float) else r[n] for n in names] for r in rows]
     print(f"\n{title}\n\n{markdown(names, cells)}")
 
@@ -134,7 +127,6 @@ def main() -> None:
     ahead = apart.measured()
     contention = apart.solve_contention(ahead)
     rows += apart.check(ahead, contention)
-    print()
     print_ours(rows, fits)
     print(f"  contention of the fake devices {contention:.2f}, solved on one run with lag 1")
 

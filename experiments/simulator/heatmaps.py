@@ -28,12 +28,7 @@ Marks = dict[str, dict[tuple[str, float, float], str]]
 
 
 def heatmaps(
-    path: str,
-    titles: Sequence[str],
-    tables: Sequence[list[Row]],
-    *,
-    axes: tuple[str, str],
-    marks: Marks | None = None,
+    path: str, titles: Sequence[str], tables: Sequence[list[Row]], *, axes: tuple[str, str], marks: Marks | None = None
 ) -> None:
     """Draw two maps a table, rollout and end-to-end speedup, over the columns `axes` along x and y.
 
