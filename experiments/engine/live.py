@@ -5,8 +5,7 @@
 Each name is one measurement; README.md says what it measures and how long it takes. Policies have random weights given
 by a seed, and every rollout has a length given beforehand. What is compared takes turns in rounds, in a random order:
 our engines in this process, other libraries in processes of their own.
-A row of the CSV is the median of a figure over the rounds; it replaces the row of an earlier measurement on such a
-processor.
+A row of the CSV is the median of a figure over the rounds; it replaces the row of the same case and processor.
 `--small` does the same with little work, for tests; its figures mean nothing.
 """
 

@@ -89,7 +89,7 @@ def long_tail(prompts: int, sizes: Sizes, seed: int = 0) -> Work:
 
 
 def brief(work: Work) -> Work:
-    """Return a little of it that thins like it, for which an engine compiles what it needs for all of it."""
+    """Return a small workload whose batch shrinks alike, for which an engine compiles all programs of the whole one."""
     if work.samples == 1:  # of equal lengths
         return work._replace(responses=[min(n, 16) for n in work.responses])
     prompts = work.prompts[:3]
@@ -155,7 +155,7 @@ def other_library(command: list[str], folder: str) -> Iterator[Side]:
 def rounds_of(
     sides: dict[str, Side], works: dict[str, Work], rounds: int, first: dict[str, Work] | None = None
 ) -> dict[str, list[Measured]]:
-    """Return what each side took in each round, after each has done its work, or what `first` has for it, uncounted."""
+    """Return each side's measurements by round. Before them each side runs once, uncounted: its work, or `first`'s."""
     found: dict[str, list[Measured]] = {who: [] for who in sides}
     for who, side in sides.items():
         side((first or works)[who], 0)

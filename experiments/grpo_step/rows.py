@@ -68,8 +68,9 @@ def make_case(changes: dict[str, Any], length: np.ndarray, prompt: np.ndarray, l
 
 
 def without_loss(batch: LearnerBatch, length: np.ndarray, size: int) -> LearnerBatch:
-    """Return rows as long as those of `batch` that are full of the same rollouts, cut where a microbatch of `size` rows
-    ends; some rollouts twice where they fill less than one.
+    """Return rows of the batch's length without padding: the same rollouts end to end, cut where a microbatch ends.
+
+    Rollouts that fill less than one microbatch of `size` rows are repeated.
     """
     T = batch.rows.tokens.shape[1]
     rows = max(length.sum() // T // size, 1) * size

@@ -59,7 +59,7 @@ def world_rows(s: Scenario, p: Points) -> list[Row]:
 
 
 def _way(s: Scenario, p: Points, name: str, update: Update, base: float) -> list[Row]:
-    """Return the rows of one way; where it gains nothing, over the same devices in turn and over the same division."""
+    """Return the rows of one way; the first says from which disagreement on it gains nothing, by turns and split."""
     rows = []
     for d in DISAGREEMENTS if update.exact else (0.0,):
         q = divided(s, p, update, disagreement=d)

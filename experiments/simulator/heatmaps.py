@@ -17,8 +17,6 @@ LABELS = {
     "k": "k, drafted tokens",
     "kept": "share of drafts kept at each position",
 }
-
-
 BOUNDS = {
     "rollout_speedup": ("rollout_low", "rollout_high"),
     "end_to_end_speedup": ("end_to_end_low", "end_to_end_high"),

@@ -66,8 +66,8 @@ def gb200(engine: str, host_per_draft: float = 0.0) -> Clock:
     return cost.speculative
 
 
-# Name -> (clock, factor on all lengths)
 def clocks() -> dict[str, tuple[Clock, float]]:
+    """Return name -> (clock, factor on all lengths)."""
     return {
         "measured, 107 M, two CPU cores": (measured(HERE / "costs.csv"), 1.0),
         "8B on a GB200, this project's loop, roofline": (gb200("fused"), GPU_STRETCH),
