@@ -168,7 +168,7 @@ def load(workdir: pathlib.Path) -> Run:
             if (folder / item).exists():
                 arrays |= {f"{folder.name}/{item}/{name}": value for name, value in read_arrays(folder / item)}
         host |= {
-            f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=compared_values)
+            f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=compared)
         }
     return Run(rows, rollouts, arrays, host)
 
@@ -178,7 +178,7 @@ def untimed(row: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in row.items() if not name.startswith(TIMED)}
 
 
-def compared_values(values: dict[str, object]) -> dict[str, object]:
+def compared(values: dict[str, object]) -> dict[str, object]:
     """Return a JSON object without the keys that are not compared."""
     return {name: value for name, value in values.items() if name not in NOT_COMPARED}
 
