@@ -9,17 +9,16 @@ with all five phases. One update per step is strictly on policy, so grpo.old_log
 as in both peers.
 """
 
-import json
 import statistics
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from experiments import commands
+from experiments.other_libraries import time_steps
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
@@ -86,7 +85,8 @@ def random_prompts(seed: int, count: int) -> list[Problem]:
     return [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
 
 
-def measure(steps: int, warmup: int) -> dict:
+def measure(warmup: int, steps: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Run warmup + steps GRPO steps; return the seconds of the last `steps` and of their phases."""
     learner, rollout = make_case()
     state, stop, performance = initial_state(learner), threading.Event(), make_performance(learner)
     speculation = Speculation(learner.plan, rollout.engine)
@@ -121,25 +121,8 @@ def measure(steps: int, warmup: int) -> dict:
             rows.append(row)
     timed = rows[warmup:]
     phases = ("data", "prepare", "generate", "logprob", "train")
-    return {
-        "peer": "specrl_jax",
-        "versions": versions() | {"devices": jax.devices()[0].platform},
-        "seconds_per_step": [row["time/total"] for row in timed],
-        "phases": {phase: [row[f"time/{phase}"] for row in timed] for phase in phases},
-    }
-
-
-def main() -> None:
-    parser = commands.Parser(__doc__, small={"steps": 1, "warmup": 1})
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", required=True)
-    arguments = parser.parse_args()
-    result = measure(arguments.steps, arguments.warmup)
-    with open(arguments.output, "w") as file:
-        json.dump(result, file, indent=2)
-    print(f"specrl_jax: median {statistics.median(result['seconds_per_step']):.3f} s per step")
+    return [row["time/total"] for row in timed], {phase: [row[f"time/{phase}"] for row in timed] for phase in phases}
 
 
 if __name__ == "__main__":
-    sys.exit(commands.run(main))
+    sys.exit(commands.run(lambda: time_steps("specrl_jax", __doc__, measure, versions())))
