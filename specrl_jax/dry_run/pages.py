@@ -20,7 +20,6 @@ class PageCounts:
     live: list[int]  # tokens of a sequence
     at_once: list[int]  # sequences, at most the slots
     fitting: list[int] | None  # the same with all the memory that is free; None: the device has no limit
-    temporaries: dict[str, float]  # by program: over the bytes of all pages
 
 
 def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Plan) -> PageCounts:
@@ -38,17 +37,4 @@ def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Pla
     if target.memory and totals:
         free = int(LARGEST_SHARE * target.memory) - max(totals)
         fitting = at_once(max(0, count + free // plan.page_bytes))
-    temporaries = {}
-    for m in measured:
-        if m.name.startswith("generate") and m.memory and m.memory.temporaries is not None:
-            name = m.name.removeprefix("generate: ")
-            temporaries[name] = m.memory.temporaries / (count * plan.page_bytes)
-    return PageCounts(
-        count,
-        T,
-        plan.page_bytes,
-        live=live,
-        at_once=at_once(count),
-        fitting=fitting,
-        temporaries=temporaries,
-    )
+    return PageCounts(count, T, plan.page_bytes, live=live, at_once=at_once(count), fitting=fitting)
