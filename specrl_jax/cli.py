@@ -9,7 +9,7 @@ tokenizer were replaced is resumed only with `--changed_files`.
 """
 
 import dataclasses
-import functools
+import importlib
 import itertools
 import logging
 import os
@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -183,7 +183,8 @@ def run(
         if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
     with leave_with_others(), within_memory(f"task={config.task}"):
-        tasks(changed_files)[config.task](config, workdir)
+        task = importlib.import_module(f"specrl_jax.tasks.{config.task}")
+        task.run(config, workdir, **({"changed_files": True} if changed_files else {}))
 
 
 def set_accelerator_flags() -> str:
@@ -203,30 +204,3 @@ def find_devices() -> None:
         asked, said = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
         why = said.partition(" (set JAX_PLATFORMS")[0] or f"no driver, device or jax plugin of {asked} is here"
         raise InputError(f"JAX_PLATFORMS={asked}: {why}; unset it, or cpu") from None
-
-
-def tasks(changed_files: bool = False) -> dict[str, Callable[[Config, str], None]]:
-    """Return what each value of `task` does."""
-    from specrl_jax.tasks import (
-        benchmark,
-        draft_pretrain,
-        dry_run,
-        evaluate,
-        export,
-        generate,
-        pretrain,
-        rollout,
-        train,
-    )
-
-    return {
-        "train": functools.partial(train.run, changed_files=changed_files),
-        "rollout": rollout.run,
-        "evaluate": evaluate.run,
-        "benchmark": benchmark.run,
-        "pretrain": pretrain.run,
-        "draft_pretrain": draft_pretrain.run,
-        "generate": generate.run,
-        "export": export.run,
-        "dry_run": dry_run.run,
-    }

@@ -39,7 +39,6 @@ from specrl_jax.workers.messages import (
     ENOUGH,
     Ask,
     RolloutWorkerHello,
-    Welcome,
     WorkerAnswer,
     open_connection,
     own_address,
@@ -104,9 +103,8 @@ def introduce(connection: Connection, known: Mapping[str, object], workdir: str)
     """Say who this is. Raise InputError where the learner refuses."""
     name = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(2)}"
     send(connection, RolloutWorkerHello(json.dumps(known), name, jax.local_device_count()))
-    welcome = receive(connection, Welcome)
-    if welcome.refused:
-        raise InputError(f"the learner of {workdir} refuses this worker: {welcome.refused}")
+    if refused := receive(connection, str):
+        raise InputError(f"the learner of {workdir} refuses this worker: {refused}")
 
 
 def make_worker_rollout(config: Config, workdir: str) -> RolloutEngines:

@@ -26,7 +26,13 @@ from specrl_jax.training.dynamic_sampling import (
 )
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.lookahead_buffer import LookaheadBuffer, Upcoming
-from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS, PartialRollouts, enough_groups, split_groups
+from specrl_jax.training.partial import (
+    NO_PARTIAL_ROLLOUTS,
+    PartialRollouts,
+    enough_groups,
+    gather_partial_rollouts,
+    split_groups,
+)
 from specrl_jax.training.prompt_lengths import PromptLengths
 from specrl_jax.training.speculation import Speculation
 
@@ -147,6 +153,13 @@ class RolloutGenerator:
             self._partial = self._partial._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
         return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._partial])
+
+    def gather(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return a step's rollouts of all processes, and what each has left, from its own `batch`. Collective."""
+        rounds = batch.rounds
+        if not self._synchronous:
+            rounds = [gather_round(part, self._groups.order) for part in rounds]
+        return batch._replace(rounds=rounds, left=gather_partial_rollouts(*batch.left))
 
     def begin(self, step: int, policy: Published, until: Callable[[], bool]) -> bool:
         """Begin the rollouts of a step under an earlier policy; return whether all are finished.

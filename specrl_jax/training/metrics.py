@@ -32,16 +32,20 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     updates, seconds = result.updates, result.seconds
     varies = has_variance(result.generated.rewards, learner.plan.config.grpo.group_size)
     row: dict[str, float] = {"step": result.step} | {f"time/{name}": seconds[name] for name in PHASES}
-    row |= {"time/total": result.total, "time/exposed_generation": result.waited, "time/idle_rollout": result.idle}
+    row |= {
+        "time/total": result.total,
+        "time/exposed_generation": result.waited,
+        "time/idle_rollout": result.produced.seconds["idle"],
+    }
     row |= reward_metrics(scores, float(1 - varies.mean())) | environment_metrics(rollouts, scores)
-    row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": result.rounds}
+    row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": len(result.produced.rounds)}
     row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
     if rollouts.token_version.size:
         drawn = rollouts.token_version[rollouts.in_response()]
         row |= {"rollout/token_lag": float((result.step - 1 - drawn).mean())}
     if learner.plan.config.grpo.oversample:
         # All processes of a group have what their copy has left.
-        row |= left_metrics([result.left[group[0]] for group in learner.plan.groups.groups])
+        row |= left_metrics([result.produced.left[group[0]] for group in learner.plan.groups.groups])
     if learner.plan.config.pipeline.weight_update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, total=result.total)

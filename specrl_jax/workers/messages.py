@@ -40,17 +40,11 @@ class Address(NamedTuple):
 
 
 class RolloutWorkerHello(NamedTuple):
-    """A worker's first message."""
+    """A worker's first message; the answer is why it cannot help, "" if it can."""
 
     facts: str  # JSON, of io/agreement.py
     name: str  # host and process
     devices: int
-
-
-class Welcome(NamedTuple):
-    """The learner's answer."""
-
-    refused: str  # why the worker cannot help; "" if it can
 
 
 Bounds = tuple[tuple[int, int], ...]  # start and stop along every axis

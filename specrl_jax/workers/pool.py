@@ -29,7 +29,6 @@ from specrl_jax.workers.messages import (
     Ask,
     Offer,
     RolloutWorkerHello,
-    Welcome,
     WorkerAnswer,
     accept,
     check_key,
@@ -99,23 +98,12 @@ class WorkerPool:
       host: of this machine, by which workers reach it.
       workdir: where the address is written.
       wanted: workers that a run waits for before it begins.
-      say: prints a line.
-      patience: seconds without a worker after which the run ends.
     Raises:
       InputError: nothing can listen there.
     """
 
-    def __init__(
-        self,
-        facts: Mapping[str, object],
-        host: str,
-        workdir: str,
-        *,
-        wanted: int,
-        say: Callable[[str], None] = print,
-        patience: float = PATIENCE,
-    ) -> None:
-        self._facts, self._wanted, self._say, self._patience = facts, wanted, say, patience
+    def __init__(self, facts: Mapping[str, object], host: str, workdir: str, *, wanted: int) -> None:
+        self._facts, self._wanted = facts, wanted
         self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
         own, port = self._listener.getsockname()
         self._server = transfer.start_server(own)
@@ -148,7 +136,7 @@ class WorkerPool:
             nonlocal said
             if said != len(self._workers) < self._wanted:
                 said = len(self._workers)
-                self._say(f"waiting for rollout workers: {said} of {self._wanted}")
+                print(f"waiting for rollout workers: {said} of {self._wanted}")
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))
@@ -214,24 +202,19 @@ class WorkerPool:
                     alone = time.monotonic()
                 done = progress()
             on_wait(*done)
-            if time.monotonic() - alone > self._patience:
-                raise WorkersFailed(
-                    f"no rollout worker for {self._patience:g} s; start some with --config.task=rollout"
-                )
+            if time.monotonic() - alone > PATIENCE:
+                raise WorkersFailed(f"no rollout worker for {PATIENCE:g} s; start some with --config.task=rollout")
 
     def _accept(self) -> None:
         while True:
             try:
                 connection = accept(self._listener)
             except OSError:
-                if self._is_closed():
+                if self._closed:
                     return
                 time.sleep(LOOK_SECONDS)
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="rollout worker", daemon=True).start()
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def _serve(self, connection: Connection) -> None:
         """Give one worker its jobs until it, or the run, ends."""
@@ -242,11 +225,11 @@ class WorkerPool:
                     check_key(connection, self._key)
                     hello = receive(connection, RolloutWorkerHello)
                     refused = difference(self._facts, json.loads(hello.facts))
-                    send(connection, Welcome(refused))
+                    send(connection, refused)
             except Exception:  # of a stranger, or of a worker that has left again
                 return
             if refused:
-                self._say(f"rollout worker {hello.name} refused: {refused}")
+                print(f"rollout worker {hello.name} refused: {refused}")
                 return
             self._employ(connection, hello)
 
@@ -257,7 +240,7 @@ class WorkerPool:
         with self._changed:
             self._workers[hello.name] = hello.devices
             self._changed.notify_all()
-        self._say(f"rollout worker {hello.name} is there")
+        print(f"rollout worker {hello.name} is there")
         try:
             while True:
                 job = None  # with its weights
@@ -268,7 +251,7 @@ class WorkerPool:
             if self._finished:
                 send(connection, END)
         except (EOFError, OSError):
-            self._say(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
+            print(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
         except Exception as error:  # in every worker alike
             with self._changed:
                 self._failed = f"rollout worker {hello.name}: {type(error).__name__}: {error}"
