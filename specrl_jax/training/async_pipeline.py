@@ -28,7 +28,7 @@ from specrl_jax.training.generation import (
     never,
 )
 from specrl_jax.training.inflight import WeightUpdates
-from specrl_jax.training.pipeline import Generation, Pipeline, Sync
+from specrl_jax.training.pipeline import Pipeline, StepGenerator, Sync
 from specrl_jax.training.plan import Plan
 
 
@@ -58,7 +58,7 @@ class Async:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: StepGenerator,
         lag: int,
         *,
         steps: range,
@@ -237,7 +237,7 @@ class Async:
 
 def make_pipeline(
     plan: Plan,
-    generation: Generation,
+    generation: StepGenerator,
     *,
     first: int,
     devices: Devices,

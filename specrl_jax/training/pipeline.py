@@ -11,8 +11,8 @@ from specrl_jax.training.generation import Newer, PrefetchedRollouts, Published,
 from specrl_jax.training.partial import PartialRollouts
 
 
-class Generation(Protocol):
-    """What a pipeline asks of `RolloutGenerator`."""
+class StepGenerator(Protocol):
+    """Draws, generates and gathers the rollouts of one step after the other, as `RolloutGenerator` does."""
 
     def draw(self) -> list[Problem]: ...
     def generate(self, step: int, problems: list[Problem], policy: Published, *, newer: Newer) -> RolloutBatch: ...
@@ -41,7 +41,7 @@ class Pipeline(Protocol):
 class Sync:
     """Generates in the learner's turn."""
 
-    def __init__(self, generation: Generation, left: list[PartialRollouts]) -> None:
+    def __init__(self, generation: StepGenerator, left: list[PartialRollouts]) -> None:
         self._generation, self._partial = generation, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0

@@ -72,8 +72,12 @@ def _offered_by(x: jax.Array, turn: int) -> dict[Bounds, int]:
     holders: dict[Bounds, set[int]] = {}
     places: Mapping[Any, Any] = x.sharding.devices_indices_map(x.shape)
     for device, index in places.items():
-        holders.setdefault(_bounds(index, x.shape), set()).add(device.process_index)
+        holders.setdefault(_bounds(index, x.shape), set()).add(_process_of(device))
     return {place: sorted(found)[(turn + i) % len(found)] for i, (place, found) in enumerate(sorted(holders.items()))}
+
+
+def _process_of(device: jax.Device) -> int:
+    return int(device.process_index)
 
 
 def fetch(
