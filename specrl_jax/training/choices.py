@@ -291,7 +291,7 @@ class _Sizing(NamedTuple):
 
     @property
     def rollout_split(self) -> tuple[int, int]:
-        """Return the devices of a copy of the rollouts' weights: those that split widths, and those that split experts."""
+        """Return the devices of a copy of the rollouts' weights: those that split widths, and experts."""
         p, shape = self.config.pipeline, self.machine.mesh.shape
         return (p.tensor, p.expert) if self.apart else (shape["tensor"], shape["expert"])
 
