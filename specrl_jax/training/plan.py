@@ -269,7 +269,7 @@ def _check_draft(plan: Plan) -> None:
     need = Requirement(config)
     if config.pipeline.workers:
         kept = not (plan.draft_method.uses_lookup_cache and d.history)
-        need("draft.history", kept, "earlier rollouts are not sent to workers (pipeline.workers); set 0")
+        need("draft.history", kept, "earlier rollouts are not sent to workers; set 0")
     if draft is None:
         return
     anchored = d.anchor_stride == 1 or draft.takes_anchors

@@ -171,15 +171,12 @@ class Speculation:
         """
         with self._lock:
             self.as_of(self._step)
-            return self._state()
-
-    def _state(self) -> HostState:
-        values = {
-            "step": self._step,
-            "controller": self.controller.state() if self.controller else None,
-            "alarm": self.alarm.state() if self.alarm else None,
-        }
-        arrays = self.history.to_arrays() if self.history is not None else {}
+            values = {
+                "step": self._step,
+                "controller": self.controller.state() if self.controller else None,
+                "alarm": self.alarm.state() if self.alarm else None,
+            }
+            arrays = self.history.to_arrays() if self.history is not None else {}
         # orbax cannot save arrays of size 0.
         arrays = arrays if any(x.size for x in arrays.values()) else {}
         return HostState(values, arrays | ({COUNTS: self._vocabulary.counts} if self._vocabulary else {}))
@@ -190,7 +187,7 @@ class Speculation:
         if self.controller and state["controller"]:
             controller = Controller.restore(state["controller"])
             # Costs measured for other shapes do not apply.
-            if _shapes(controller) == _shapes(self.controller):
+            if all(getattr(controller, x) == getattr(self.controller, x) for x in ("lengths", "sizes", "budget")):
                 self.controller = controller
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
@@ -221,10 +218,6 @@ def coupled_acceptance(acceptance: np.ndarray) -> np.ndarray:
     before = np.concatenate([[1.0], acceptance[:-1]])
     each = np.divide(acceptance, before, out=np.zeros(len(acceptance)), where=before > 0)
     return np.cumprod(each / (2 - each))
-
-
-def _shapes(controller: Controller) -> tuple[object, ...]:
-    return controller.lengths, controller.sizes, controller.budget
 
 
 class _Observed(NamedTuple):

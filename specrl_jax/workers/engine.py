@@ -52,11 +52,13 @@ class RemoteEngine(Engine):
     ) -> None:
         """Wait for the first workers, and let them compile; `on_program` is not called."""
         assert self.process is not None
-
-        def compile(pool: WorkerPool, on_wait: OnProgress, others: Others) -> None:
-            pool.compile(params, on_wait, others)
-
-        self.process.together(params, compile, self.agree, on_progress=self.agreed(lambda done, total: on_wait()))
+        on_progress = self.agreed(lambda done, total: on_wait())
+        self.process.together(
+            params,
+            lambda pool, on_wait, others: pool.compile(params, on_wait, others),
+            self.agree,
+            on_progress=on_progress,
+        )
 
     def generate(
         self,
@@ -194,10 +196,9 @@ def with_workers(rollout: RolloutEngines, process: First | Other) -> RolloutEngi
         values = {field.name: getattr(engine, field.name) for field in dataclasses.fields(Engine)}
         return RemoteEngine(**values, process=process, name=name)
 
-    engine = remote("engine")
     return dataclasses.replace(
         rollout,
-        engine=engine,
+        engine=remote("engine"),
         eval_engine=remote("eval_engine"),
         greedy_engine=remote("greedy_engine"),
         plain_engine=remote("plain_engine"),
