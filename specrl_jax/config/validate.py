@@ -6,10 +6,10 @@ What needs those is checked by `training.plan`, before any array exists.
 import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, DraftConfig, RewardConfig, check_values
+from specrl_jax.config import Config, DraftConfig, RewardConfig
 from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.requirement import Requirement
-from specrl_jax.config.schema import UINT32
+from specrl_jax.config.schema import UINT32, build
 from specrl_jax.config.workers import check_workers
 from specrl_jax.data.prompts import PromptFormat, split_paths
 from specrl_jax.data.schemas import schema_names
@@ -36,7 +36,7 @@ def validate(config: Config) -> None:
       Traceback (most recent call last):
       specrl_jax.errors.InputError: steps=-1: ...
     """
-    check_values(config)
+    build(Config, dataclasses.asdict(config))  # each value by itself
     mistakes, need = Mistakes(), Requirement(config)
     for check in (*_CHECKS, *filter(None, [_TASKS.get(config.task)])):
         with mistakes.check():

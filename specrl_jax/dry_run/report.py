@@ -7,9 +7,8 @@ import os
 import sys
 
 from specrl_jax.core import atomic_write
-from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, shown
+from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, PageCounts, shown
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
-from specrl_jax.dry_run.pages import PageCounts
 from specrl_jax.dry_run.phases import KINDS
 from specrl_jax.dry_run.targets import HardwareTarget
 from specrl_jax.io.workdir import versions

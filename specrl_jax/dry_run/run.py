@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
 from specrl_jax.data.schemas import AUTO
-from specrl_jax.dry_run.fit import judge_memory
+from specrl_jax.dry_run.fit import count_pages, judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, extend, measure
-from specrl_jax.dry_run.pages import count_pages
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, compiler_of
@@ -112,7 +111,7 @@ def with_layers(plan: Plan, layers: int) -> Plan:
     """Return the same run, with as many pages, and a policy of fewer layers."""
     model = dataclasses.replace(plan.model, layers=layers)
     shallow = make_plan(plan.config, plan.learner_partition.mesh, model)
-    return dataclasses.replace(shallow, limits=plan.limits, most_pages=plan.most_pages, page_bytes=plan.page_bytes)
+    return dataclasses.replace(shallow, limits=plan.limits, page_bytes=plan.page_bytes)
 
 
 def count_devices(config: Config) -> int:

@@ -173,7 +173,7 @@ class RolloutWorker:
         try:
             return self._generated(ask, until)._replace(weights_seconds=seconds)
         except InputError as error:  # to any worker it would be one
-            return WorkerAnswer(None, 0.0, str(error))
+            return WorkerAnswer(failed=str(error))
         except OSError as error:  # not of the connection, which is only looked at meanwhile
             raise RunFailed(f"{error.filename or 'rollouts'}: {error.strerror or error}") from error
 
@@ -182,7 +182,7 @@ class RolloutWorker:
         engine, later = getattr(self._rollout, ask.engine), ask.later
         if not ask.prompts and not later.prompts:
             engine.compile_all(self._weights, lambda program, seconds: self._stop(0, 0))
-            return WorkerAnswer(None, 0.0, "")
+            return WorkerAnswer()
         earlier = unpack_texts(ask.earlier)
         lookahead = Lookahead(later.prompts, later.ids, earlier)
         if not ask.prompts:
@@ -199,7 +199,7 @@ class RolloutWorker:
             responses=ask.responses or None,
             continuation=how,
         )
-        return WorkerAnswer(rollouts, 0.0, "", texts=pack_texts(lookahead.texts, later.ids))
+        return WorkerAnswer(rollouts, texts=pack_texts(lookahead.texts, later.ids))
 
     def _begin(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> WorkerAnswer:
         """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
@@ -211,7 +211,7 @@ class RolloutWorker:
         finished = engine.begin(
             self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=self._lengths(ask)
         )
-        return WorkerAnswer(None, 0.0, "", texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
+        return WorkerAnswer(texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
 
     def _lengths(self, ask: Ask) -> DraftLengthPolicy:
         """Return the length that the learner says, or this process's controller of the engine."""

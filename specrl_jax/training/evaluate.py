@@ -23,7 +23,7 @@ from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.conversations import begin_conversations
-from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
+from specrl_jax.training.dynamic_sampling import ScoredRollouts, gather_round, score_rollouts
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.metrics import environment_metrics
 from specrl_jax.training.problems import Problems
@@ -119,11 +119,10 @@ def evaluate(
         lengths=lengths,
     )
     order = rollout.plan.groups.order
-    gathered = [gather_scored(part, scores, order) for part, scores in distributed.together(own)]
-    (rollouts, scores), *greedy = gathered
-    scores.require_some("evaluation")
-    accuracy = float(greedy[0][1].correct.mean()) if greedy else None
-    return Evaluation(problems, samples, scores, rollouts=rollouts, greedy_accuracy=accuracy)
+    sampled, *greedy = (gather_round(part, order) for part in distributed.together(own))
+    sampled.scores.require_some("evaluation")
+    accuracy = float(greedy[0].scores.correct.mean()) if greedy else None
+    return Evaluation(problems, samples, sampled.scores, rollouts=sampled.rollouts, greedy_accuracy=accuracy)
 
 
 def _own_answers(
@@ -136,7 +135,7 @@ def _own_answers(
     scorer: Scorer,
     on_progress: Callable[[int, int], None],
     lengths: DraftLengthPolicy | None,
-) -> list[tuple[Rollouts, Scores]]:
+) -> list[ScoredRollouts]:
     """Return this process's part of the sampled responses, and of the greedy ones where the engine makes them."""
     share, each = rollout.plan.groups.share(len(problems)), samples + engine.greedy
     count = len(problems[share.group]) * each
@@ -160,14 +159,15 @@ def _own_answers(
         turns=turns,
     )
     own = np.arange(count).reshape(-1, each)[share.within]
-    parts = list[tuple[Rollouts, Scores]]()
+    parts = list[ScoredRollouts]()
     # The samples of each prompt, then its greedy response if there is one.
     for rows in (part.reshape(-1) for part in np.split(own, [samples], axis=1) if part.size):
         part, waiting = found.take(rows), functools.partial(on_progress, count, count)
         scores = score_rollouts(
             part, asked, rollout.tokenizer, scorer=scorer, while_waiting=waiting, turns=turns, rows=rows
         )
-        parts.append((dataclasses.replace(part, prompt_index=part.prompt_index - share.within.start), scores))
+        part = dataclasses.replace(part, prompt_index=part.prompt_index - share.within.start)
+        parts.append(ScoredRollouts(part, list(problems[share.own]), scores, rewards=scores.total))
     return parts
 
 

@@ -64,7 +64,8 @@ def find_alarms(row: Row, known: Alarms) -> Iterator[tuple[str, str]]:
         yield (
             "mismatch",
             f"rollouts and learner disagree: rollout_vs_learner/kl {kl:.2e} nats, usually {usual:.2e}. Likely causes: "
-            "weights not synchronised, or another dtype, temperature or tokenizer on one side; grpo.correction bounds it",
+            "weights not synchronised, or another dtype, temperature or tokenizer on one side; grpo.correction bounds "
+            "it",
         )
     unscored, count = row["reward/unscored"], row["rollout/count"]
     if row.get("reward/unscored_died") or unscored / count > UNSCORED:

@@ -30,8 +30,6 @@ LENGTHS = (0, 1, 2, 3, 5, 7)
 SHRINK = (4, 16)
 # Tasks that learn from rollouts, or generate as such a run does.
 WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
-# Tasks that generate only.
-WITHOUT_LEARNER = ("evaluate", "benchmark", "generate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Plan:
     rollout_partition: Partitioner  # the learner's devices, or those that only generate, of this process's group
     limits: EngineConfig  # of the engine of this process's group, which trains and evaluates
     groups: ProcessGroups  # that hold one copy of the rollout weights each
-    most_pages: int | None = None  # of a shard; None: no bound
-    page_bytes: int = 0  # of one page on one device
+    page_bytes: int  # of one page on one device
 
     @property
     def draft(self) -> DraftModel | None:
@@ -88,7 +85,6 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
         rollout_partition=rollout,
         limits=limits,
         groups=groups,
-        most_pages=most,
         page_bytes=page,
     )
     _check_processes(config, groups)

@@ -33,8 +33,9 @@ class Replay:
     def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
         """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
+        packed = Packed(saved.values.get(REPLAY, []), dict(saved.arrays)) if saved else Packed([], {})
         # A run may go on with more devices than packed the rows.
-        texts = [divisible(rows, self._shares, learner.packing) for rows in texts_of(saved)]
+        texts = [divisible(rows, self._shares, learner.packing) for rows in unpack(list[Rows], packed)]
         self._texts = deque(texts, maxlen=self._draft.replay_steps)
 
     @property
@@ -101,10 +102,3 @@ def divisible(rows: Rows, shares: int, packing: Packing) -> Rows:
 
     kept = rows.kept and KeptTokens(padded(rows.kept.ids, -1), padded(rows.kept.count))
     return dataclasses.replace(jax.tree.map(padded, dataclasses.replace(rows, kept=None)), kept=kept)
-
-
-def texts_of(host: HostState | None) -> list[Rows]:
-    """Return the texts that `with_texts` added, the newest last; none where there are none."""
-    if host is None:
-        return []
-    return unpack(list[Rows], Packed(host.values.get(REPLAY, []), dict(host.arrays)))

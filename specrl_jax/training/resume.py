@@ -79,10 +79,10 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
     plan, steps = learner.plan, learner.plan.config.steps
-    unfinished, prefetched = StepMetrics(step=0), NOTHING_PREFETCHED
-    found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
+    unfinished, prefetched, latest, host = StepMetrics(step=0), NOTHING_PREFETCHED, None, None
+    found = checkpoints.restore_latest(abstract_run_state(learner), _print_once)
     if found is None:
-        state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)
+        state = initial_state(learner)
     else:
         latest, state, host = found
         if latest > steps:
@@ -90,11 +90,11 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
         prefetched = rollouts_of(host)
         unfinished = host.values.get("unfinished", {})
         stream.position = prefetched.batches[-1].position if prefetched.batches else host.values["position"]
-        monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
     if plan.config.grpo.kl_coef and state.reference is None:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
+    monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
     return Start(state, latest, monitor, prefetched=prefetched, replay=replay, unfinished=unfinished)
 
 

@@ -27,9 +27,8 @@ from specrl_jax.training.generation import Published, RolloutBatch
 from specrl_jax.training.initial import with_initial_draft
 from specrl_jax.training.pipeline import Pipeline
 from specrl_jax.training.replay import Replay
-from specrl_jax.training.router_replay import Compared, compare_experts
 from specrl_jax.training.speculation import Speculation
-from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
+from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, copy_params, update
 
 
 class StepParts(NamedTuple):

@@ -26,7 +26,7 @@ from specrl_jax.workers.messages import (
     pack_texts,
     unpack_texts,
 )
-from specrl_jax.workers.pool import END, OnProgress, Others, WorkerPool
+from specrl_jax.workers.pool import OnProgress, Others, WorkerPool
 from specrl_jax.workers.processes import First, Other
 
 
@@ -94,8 +94,8 @@ class RemoteEngine(Engine):
         common = self._ask(samples, seed, lengths)._replace(version=how.version)
 
         def ask(part: np.ndarray, later: Later) -> Ask:
-            rows, asked = group_rows(part, each), chosen(prompts, part)
-            longest = [] if responses is None else [int(responses[row]) for row in rows]
+            rows, asked = group_rows(part, each), tuple(chosen(prompts, part))
+            longest = () if responses is None else tuple(int(responses[row]) for row in rows)
             earlier = pack_texts(how.earlier, ids[rows], later.ids)
             return common._replace(prompts=asked, ids=ids[rows], responses=longest, earlier=earlier, later=later)
 
@@ -147,7 +147,7 @@ class RemoteEngine(Engine):
     def _ask(self, samples: int, seed: int, lengths: DraftLengthPolicy | None) -> Ask:
         """Return what is asked of all workers alike."""
         drafts = drafts_of(lengths or FixedLength(self.draft_length))
-        return END._replace(engine=self.name, samples=samples, seed=seed, drafts=drafts)
+        return Ask(self.name, samples=samples, seed=seed, drafts=drafts)
 
 
 def deal(count: int, parts: int) -> list[np.ndarray]:

@@ -12,19 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self
 
-import numpy as np
-
-from specrl_jax.decoding.rollouts import NO_VERSION
 from specrl_jax.distributed import first_difference
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import WorkersFailed
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
-    CHOOSES,
     ENDED,
     ENOUGH,
-    NO_LATER,
-    NO_TEXTS,
     Address,
     Ask,
     Offer,
@@ -48,19 +42,6 @@ LOOK_SECONDS = 0.5
 ENOUGH_SECONDS = 0.02
 # So many workers that leave with the same rollouts end the run: an error that ends one would end them all.
 MOST_LOST = 3
-END = Ask(
-    ENDED,
-    [],
-    NO_VERSION,
-    prompts=[],
-    samples=0,
-    seed=0,
-    ids=np.zeros(0, np.uint32),
-    drafts=CHOOSES,
-    responses=[],
-    earlier=NO_TEXTS,
-    later=NO_LATER,
-)
 
 OnProgress = Callable[[int, int], None]
 # What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
@@ -140,7 +121,7 @@ class WorkerPool:
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))
-        self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait=on_wait, others=others)
+        self.run(weights, [Ask("engine")] * self._wanted, 0, on_wait=on_wait, others=others)
 
     def run(
         self,
@@ -249,7 +230,7 @@ class WorkerPool:
                     break
                 held = self._work(connection, hello.name, job, held)
             if self._finished:
-                send(connection, END)
+                send(connection, Ask(ENDED))
         except (EOFError, OSError):
             print(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
         except Exception as error:  # in every worker alike
@@ -281,14 +262,14 @@ class WorkerPool:
         """
         call, offers = job.call, list[Offer]()
         if call.until():  # what it would have begun stays as it is
-            self._note(job, WorkerAnswer(None, 0.0, ""), name)
+            self._note(job, WorkerAnswer(), name)
             return held
         if held != call.checksum:
             others = call.others()
             if others is None:
                 return held
             offers = [transfer.offer(self._server, call.weights), *others]
-        answer = ask_worker(connection, job.ask._replace(weights=offers), call.until)
+        answer = ask_worker(connection, job.ask._replace(weights=tuple(offers)), call.until)
         with self._changed:
             if offers:
                 earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
@@ -316,7 +297,7 @@ def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> W
     told = False
     while not connection.poll(ENOUGH_SECONDS):
         if not told and (told := until()):
-            send(connection, END._replace(engine=ENOUGH))
+            send(connection, Ask(ENOUGH))
     return receive(connection, WorkerAnswer)
 
 

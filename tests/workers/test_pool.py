@@ -44,7 +44,7 @@ from specrl_jax.workers.messages import (
     send,
     unpack_texts,
 )
-from specrl_jax.workers.pool import END, WorkerPool, difference
+from specrl_jax.workers.pool import WorkerPool, difference
 from specrl_jax.workers.processes import First
 from tests.workers.test_processes import connected, in_thread
 
@@ -57,7 +57,7 @@ def weights(checksum=7):
 
 
 def asks(count):
-    return [END._replace(engine="engine", prompts=[PROMPTS[i]]) for i in range(count)]
+    return [Ask("engine", prompts=(PROMPTS[i],)) for i in range(count)]
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     # Rows of prompts 0, 2, 4 and of 1, 3, with what had been drawn of them.
     parts = sorted((ask.later.ids.tolist(), unpack_texts(ask.earlier)) for ask in asked.values())
     assert parts == [([10, 11, 14, 15, 18, 19], {11: texts[11], 14: texts[14]}), ([12, 13, 16, 17], {17: texts[17]})]
-    assert all((ask.samples, ask.seed, ask.drafts, ask.prompts) == (2, 5, 3, []) for ask in asked.values())
+    assert all((ask.samples, ask.seed, ask.drafts, ask.prompts) == (2, 5, 3, ()) for ask in asked.values())
     assert {i: text.tolist() for i, text in lookahead.texts.items()} == {i: [i, i] for i in range(10, 20)}
     assert engine.begin(weights(), lookahead, 2, seed=5, until=lambda: True) is False
     assert len(lookahead.texts) == 10 and len(asked) == 2
@@ -196,7 +196,7 @@ def test_a_worker_that_hears_too_late_that_it_is_enough_goes_on():
     with connected() as (ours, theirs):
         works = in_thread(lambda: worker.work(theirs))
         for engine in (ENOUGH, "engine", ENOUGH, ENDED):
-            send(ours, END._replace(engine=engine))
+            send(ours, Ask(engine))
         assert ours.poll(10) and receive(ours, WorkerAnswer).finished and works() is None
         assert not ours.poll(), "it answered once"
 
@@ -222,7 +222,7 @@ def test_a_signal_ends_a_call_and_drops_its_parts(pool):
         pool.run(weights(), asks(3), 3, on_wait=stopped)
     seen = worker(pool, "late", nothing)
     assert len(pool.run(weights(), asks(1), 1, on_wait=never)) == 1
-    assert [ask.prompts for ask in seen] == [[[1]]]
+    assert [ask.prompts for ask in seen] == [([1],)]
 
 
 def test_a_worker_of_another_config_is_refused(pool):

@@ -14,7 +14,7 @@ from experiments.hlo.programs import ProgramCounts, count_program, decode_pages,
 from experiments.hlo.report import iteration_rows, program_rows
 from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run import run
-from specrl_jax.dry_run.pages import PageCounts
+from specrl_jax.dry_run.fit import PageCounts
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.targets import TARGETS, installed
 from specrl_jax.sharding import make_mesh
