@@ -4,9 +4,8 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 LONGEST = 2000  # characters of an error line
 
@@ -36,11 +35,11 @@ class Mistakes:
         except InputError as error:
             self.found |= dict.fromkeys(map(str, error.args))
 
-    def attempt(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def attempt(self, work: Callable[[], T]) -> T | None:
         """Return what `work` returns; None where it raises InputError, which is kept."""
         result: T | None = None
         with self.check():
-            result = work(*args, **kwargs)
+            result = work()
         return result
 
     def refuse(self) -> None:

@@ -131,29 +131,30 @@ def _find(
     ending: contextlib.ExitStack,
 ) -> RunInputs:
     mistakes = Mistakes()
-    mistakes.attempt(validate, config)
+    mistakes.attempt(lambda: validate(config))
     is_valid, detects = not mistakes.found, config.data.schema == AUTO
     config = resumed(config, recorded)
-    mesh = mistakes.attempt(learner_mesh, config)
-    model = mistakes.attempt(policy_sizes, config.policy)
-    tokenizer = mistakes.attempt(find_tokenizer, config, model.vocab) if model else None
+    mesh = mistakes.attempt(lambda: learner_mesh(config))
+    model = mistakes.attempt(lambda: policy_sizes(config.policy))
+    tokenizer = mistakes.attempt(lambda: find_tokenizer(config, model.vocab)) if model else None
     if model and is_valid and mesh is not None and not left_open(config):
-        mistakes.attempt(make_plan, config, mesh, model)
+        mistakes.attempt(lambda: make_plan(config, mesh, model))
     elif model and is_valid:
-        mistakes.attempt(check_draft, config, model)
-    formatted = mistakes.attempt(choose_formats, config, tokenizer, detects)
+        mistakes.attempt(lambda: check_draft(config, model))
+    formatted = mistakes.attempt(lambda: choose_formats(config, tokenizer, detects))
     config = formatted or config
     if is_first_process():
-        mistakes.attempt(try_workdir, workdir, dataclasses.asdict(config))
+        mistakes.attempt(lambda: try_workdir(workdir, dataclasses.asdict(config)))
         for call in calls:
             if not mistakes.found:
-                mistakes.attempt(call, config)
+                with mistakes.check():
+                    call(config)
     problems, scorer = None, None
     if formatted:  # else what the file lacks has been said
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
         most = SAMPLED if mistakes.found else None
-        problems = mistakes.attempt(load_problems, readable, tokenizer or AnyText(), train, most=most)
+        problems = mistakes.attempt(lambda: load_problems(readable, tokenizer or AnyText(), train, most=most))
     if rewards:
         with mistakes.check():
             rows = problems.first_rows(tokenizer) if problems and tokenizer else []
