@@ -69,7 +69,8 @@ def _run(argv: list[str]) -> int:
         except InputError as error:
             _tell_others(error)
             raise
-        run(config, workdir, distributed=_DISTRIBUTED.value, given=_given(), changed_files=_CHANGED_FILES.value)
+        given = config_flags.get_override_values(flags.FLAGS["config"]).keys()
+        run(config, workdir, distributed=_DISTRIBUTED.value, given=given, changed_files=_CHANGED_FILES.value)
     except (InputError, RunFailed) as error:
         return max(fail(str(line)) for line in error.args)
     except KeyboardInterrupt:  # before a task has begun, or in one without anything to save
@@ -124,11 +125,6 @@ def _located(error: Exception, argv: Sequence[str]) -> str:
     return f"{where}: {said.removeprefix('--config: ') if said.startswith('--config: ') else kind + said}"
 
 
-def _given() -> Collection[str]:
-    """Return the keys that the command line sets."""
-    return config_flags.get_override_values(flags.FLAGS["config"]).keys()
-
-
 def _tell_others(mistake: InputError) -> None:
     """Join the other processes where there are any, so that they end too: they would wait for this one."""
     if {"JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
@@ -151,7 +147,10 @@ def run(
 
     Raises InputError, RunFailed or Stopped.
     """
-    flags_set = set_accelerator_flags() if config.task != "dry_run" else ""  # which sets those of its target
+    # A dry run sets those of its target.
+    accelerator = find_accelerator(os.environ) if config.task != "dry_run" else ""
+    flags_set = flags_for(accelerator, os.environ)
+    os.environ.update(flags_set.variables)
     # After the flags: a mistake in them answers without JAX's seconds.
     import jax
 
@@ -172,8 +171,8 @@ def run(
             pass  # one whose flags are wrong says so here: see _tell_others
         check_agreement(dataclasses.asdict(config), workdir)
         find_devices()
-    if flags_set:
-        print(flags_set, flush=True)
+    if line := str(flags_set):
+        print(line, flush=True)
     with refused_together():
         config = fit_policy(config, given)
         if config.task not in TOGETHER:
@@ -185,13 +184,6 @@ def run(
     with leave_with_others(), within_memory(f"task={config.task}"):
         task = importlib.import_module(f"specrl_jax.tasks.{config.task}")
         task.run(config, workdir, **({"changed_files": True} if changed_files else {}))
-
-
-def set_accelerator_flags() -> str:
-    """Set the flags of this machine's accelerator and return them in one line; "" on a CPU."""
-    found = flags_for(find_accelerator(os.environ), os.environ)
-    os.environ.update(found.variables)
-    return str(found)
 
 
 def find_devices() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 
 from specrl_jax.core import atomic_write
 from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, PageCounts, shown
@@ -64,6 +63,10 @@ class Report:
     def write(self, workdir: str, config: dict[str, object]) -> str:
         """Write dry_run.json to the workdir, which stays free for a run. Return its path."""
         path = os.path.join(workdir, "dry_run.json")
+        phases = [
+            dataclasses.asdict(m) | {"memory": m.memory and m.memory._asdict() | {"total": m.memory.total}}
+            for m in self.measured
+        ]
         content = {
             "target": self.target.name,
             "compiled_for": self.compiled_for.name,
@@ -73,7 +76,7 @@ class Report:
             "seconds": self.seconds,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "pages": dataclasses.asdict(self.pages),
-            "phases": [phase_json(m) for m in self.measured],
+            "phases": phases,
             "versions": versions(),
             "config": config,
         }
@@ -102,12 +105,3 @@ def page_rows(pages: PageCounts) -> list[str]:
     if pages.fitting is not None:
         rows.append(row("the same if pages took what is free", [f"{n:,}" for n in pages.fitting]))
     return rows
-
-
-def phase_json(m: CompiledPhase) -> dict[str, object]:
-    memory = m.memory and m.memory._asdict() | {"total": m.memory.total}
-    return dataclasses.asdict(m) | {"memory": memory}
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import sys
 import time
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from specrl_jax.data.schemas import AUTO
 from specrl_jax.dry_run.fit import count_pages, judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, extend, measure
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
-from specrl_jax.dry_run.report import Report, say
+from specrl_jax.dry_run.report import Report
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, compiler_of
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
@@ -64,7 +65,7 @@ def dry_run(config: Config, workdir: str) -> Report:
         seconds=time.perf_counter() - start,
     )
     report.print()
-    say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
+    print(f"written: {report.write(workdir, dataclasses.asdict(config))}", file=sys.stderr)
     return report
 
 
@@ -97,7 +98,7 @@ def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
             measured.append(extend(few, more, times, resident=bytes_by_kind(phase.resident)))
         else:
             measured += measure([phase], exact)
-        say(f"{phase.name}: {measured[-1].seconds:.1f} s")
+        print(f"{phase.name}: {measured[-1].seconds:.1f} s", file=sys.stderr, flush=True)
     return measured
 
 

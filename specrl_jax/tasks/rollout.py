@@ -20,7 +20,6 @@ from specrl_jax.config.automatic import left_open
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
-from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
@@ -185,8 +184,15 @@ class RolloutWorker:
             return WorkerAnswer()
         earlier = unpack_texts(ask.earlier)
         lookahead = Lookahead(later.prompts, later.ids, earlier)
-        if not ask.prompts:
-            return self._begin(ask, engine, lookahead, until)
+        if not ask.prompts:  # begin those of a later call until the learner says that it is enough, or all are finished
+
+            def enough() -> bool:
+                self._stop(0, 0)
+                return until()
+
+            lengths = self._lengths(ask)
+            finished = engine.begin(self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=lengths)
+            return WorkerAnswer(texts=pack_texts(lookahead.texts, later.ids), finished=finished)
         how: Continuation[Weights] = Continuation(ask.version, dict(earlier), lookahead if later.prompts else None)
         rollouts = engine.generate(
             self._weights,
@@ -200,18 +206,6 @@ class RolloutWorker:
             continuation=how,
         )
         return WorkerAnswer(rollouts, texts=pack_texts(lookahead.texts, later.ids))
-
-    def _begin(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> WorkerAnswer:
-        """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
-
-        def enough() -> bool:
-            self._stop(0, 0)
-            return until()
-
-        finished = engine.begin(
-            self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=self._lengths(ask)
-        )
-        return WorkerAnswer(texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
 
     def _lengths(self, ask: Ask) -> DraftLengthPolicy:
         """Return the length that the learner says, or this process's controller of the engine."""

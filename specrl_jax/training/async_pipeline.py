@@ -19,14 +19,7 @@ from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import Stopped
 from specrl_jax.process_groups import Agreement
 from specrl_jax.training.devices import Devices
-from specrl_jax.training.generation import (
-    NOTHING_PREFETCHED,
-    Newer,
-    PrefetchedRollouts,
-    Published,
-    RolloutBatch,
-    never,
-)
+from specrl_jax.training.generation import NOTHING_PREFETCHED, Newer, PrefetchedRollouts, Published, RolloutBatch, never
 from specrl_jax.training.inflight import WeightUpdates
 from specrl_jax.training.pipeline import Pipeline, StepGenerator, Sync
 from specrl_jax.training.plan import Plan

@@ -144,12 +144,7 @@ class Conversations:
         )
 
     def _final_scores(
-        self,
-        logs: Sequence[_Log],
-        rollouts: Rollouts,
-        alive: np.ndarray,
-        scorer: Scorer,
-        waiting: Callable[[], None],
+        self, logs: Sequence[_Log], rollouts: Rollouts, alive: np.ndarray, scorer: Scorer, waiting: Callable[[], None]
     ) -> Scores:
         """Score the last turns of rollouts `alive` by the rewards; the others have 0."""
         asked = [self._openings[rollouts.prompt_index[row]] for row in alive]

@@ -33,12 +33,7 @@ GenerateRound = Callable[[list[Problem], int], ScoredRollouts]
 
 
 def sample_rounds(
-    generate: GenerateRound,
-    problems: list[Problem],
-    draw: Callable[[], list[Problem]],
-    *,
-    grpo: GRPOConfig,
-    step: int,
+    generate: GenerateRound, problems: list[Problem], draw: Callable[[], list[Problem]], *, grpo: GRPOConfig, step: int
 ) -> list[ScoredRollouts]:
     """Generate rounds of P groups each, until P groups have reward variance or `grpo.sampling_rounds` are done.
 

@@ -21,7 +21,7 @@ from specrl_jax.training.inference_engine import (
     make_prepare,
     make_rollout_engine,
 )
-from specrl_jax.training.plan import Plan, draft_lengths, evaluation_sampling, training_sampling
+from specrl_jax.training.plan import Plan, draft_lengths, sampling_of
 
 # Seconds that a layer of a program takes to compile, two programs side by side: 0.2 to 0.7 on AMD EPYCs of three kinds;
 # for an H200, Qwen3-8B, on one of them.
@@ -79,7 +79,7 @@ def make_rollout(
     drafting = functools.partial(_drafting_engine, plan=plan, tokenizer=tokenizer, agree=agree)
     training = drafting(inference, config.draft.adaptive, lengths)
     training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
-    sampling, longest = evaluation_sampling(config), config.eval.max_response_tokens or training.response_tokens
+    sampling, longest = sampling_of(config, config.eval), config.eval.max_response_tokens or training.response_tokens
     if shares(training.sampling, sampling):
         evaluation = training.sampled_as(sampling, longest)
     else:
@@ -97,11 +97,20 @@ def make_rollout(
         partition=partition,
         agree=agree,
     )
+    # Rollout workers fetch their weights in the parts in which the learner's devices have them.
+    learner, remote = plan.learner_partition, config.pipeline.workers and config.task == "train"
     return RolloutEngines(
         plan=plan,
         config=inference,
         tokenizer=tokenizer,
-        prepare_step=_prepare_step(plan, inference),
+        prepare_step=make_prepare(
+            plan.model,
+            plan.draft,
+            inference,
+            partition=learner if remote else partition,
+            learner=learner,
+            derived=plan.draft_method.derived,
+        ),
         engine=training,
         eval_engine=evaluation,
         greedy_engine=dataclasses.replace(evaluation, greedy=True),
@@ -112,7 +121,7 @@ def make_rollout(
 def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
     config = plan.config
     return InferenceConfig(
-        sampling=training_sampling(config),
+        sampling=sampling_of(config, config.rollout),
         limits=plan.limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
@@ -146,15 +155,6 @@ def _drafting_engine(
         partition=partition,
         lengths=lengths or draft_lengths(drafter.length, adaptive),
         agree=agree,
-    )
-
-
-def _prepare_step(plan: Plan, inference: InferenceConfig) -> PrepareStep:
-    config, learner = plan.config, plan.learner_partition
-    # Rollout workers fetch their weights in the parts in which the learner's devices have them.
-    made_for = learner if config.pipeline.workers and config.task == "train" else plan.rollout_partition
-    return make_prepare(
-        plan.model, plan.draft, inference, partition=made_for, learner=learner, derived=plan.draft_method.derived
     )
 
 

@@ -1,6 +1,7 @@
 """The rollouts of a step: its problems, their generation, their scores."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -140,9 +141,7 @@ class RolloutGenerator:
         start, later = time.perf_counter(), self._lookahead.after(step) if self._lookahead else None
 
         def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
-            def own() -> ScoredRollouts:
-                return self._own(step, problems, first_id, policy=policy, newer=newer, later=later)
-
+            own = functools.partial(self._own, step, problems, first_id, policy=policy, newer=newer, later=later)
             # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
             return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
 

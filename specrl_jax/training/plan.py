@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
-from specrl_jax.config import Config, PipelineConfig, PolicyConfig
+from specrl_jax.config import Config, EvalConfig, PipelineConfig, PolicyConfig, RolloutConfig
 from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
@@ -136,16 +136,9 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     )
 
 
-def training_sampling(config: Config) -> Sampling:
-    """Return how training rollouts are sampled."""
-    r = config.rollout
-    return Sampling(r.temperature, r.top_k, r.top_p, rule=r.rule)
-
-
-def evaluation_sampling(config: Config) -> Sampling:
-    """Return how evaluations sample."""
-    e = config.eval
-    return Sampling(e.temperature, e.top_k, e.top_p, rule=config.rollout.rule)
+def sampling_of(config: Config, section: RolloutConfig | EvalConfig) -> Sampling:
+    """Return how training rollouts, or evaluations, are sampled."""
+    return Sampling(section.temperature, section.top_k, section.top_p, rule=config.rollout.rule)
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
@@ -176,7 +169,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
-        most_kept=most_kept(training_sampling(config)) if replays else 0,
+        most_kept=most_kept(sampling_of(config, rollout)) if replays else 0,
         turns=bool(config.environment.name),
         copies_pages=config.environment.pages == "copy",
         budget=draft.budget // num_shards,

@@ -78,7 +78,11 @@ class Speculation:
             while self._later and self._later[0].step <= observed:
                 step = self._later.popleft()
                 self._known = step.lengths
-                self._add_to_history(step.rollouts)
+                rollouts = step.rollouts
+                if self.history is not None:
+                    for i in range(len(rollouts.length)):
+                        prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
+                        self.history.add(prompt.tolist(), [rollouts.sequence(i)])
             return self._known, self.history
 
     @property
@@ -156,13 +160,6 @@ class Speculation:
             row = {"spec/acceptance_predicted": float("nan")}
         self.alarm.observe(float(accepted[:positions].sum() / max(verifications, 1)), expected, verifications)
         return row | {"spec/alarm": float(self.alarm.tripped)}
-
-    def _add_to_history(self, rollouts: Rollouts) -> None:
-        if self.history is None:
-            return
-        for i in range(len(rollouts.length)):
-            prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
-            self.history.add(prompt.tolist(), [rollouts.sequence(i)])
 
     def state(self) -> HostState:
         """Return everything that a checkpoint keeps, with all observed steps.

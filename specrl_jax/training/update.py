@@ -111,7 +111,7 @@ def update(
         if draft and i < n and (train_draft or i == 0):
             # The tables are copied before the update, which donates and changes them.
             tables = learner.read_tables(policy.base, state.vocab_map)
-            beside = _DraftBeside(learner, draft, tables, learns=train_draft)
+            beside = DraftBeside(learner, draft, tables, learns=train_draft)
         for j in range(m):
             share = slice(i % n + j * n, None, m * n)
             part = learner.microbatches(jax.tree.map(lambda x, share=share: x[share], (rows, inputs)))
@@ -156,7 +156,7 @@ class _PolicyPasses:
         return outputs.features
 
 
-class _DraftBeside:
+class DraftBeside:
     """The draft beside one update of the policy: it learns from that update's forward, or is evaluated.
 
     Attributes:

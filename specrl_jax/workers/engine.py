@@ -17,15 +17,7 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.speculation import Guarded
-from specrl_jax.workers.messages import (
-    CHOOSES,
-    CHOOSES_ALARMED,
-    Ask,
-    Later,
-    WorkerAnswer,
-    pack_texts,
-    unpack_texts,
-)
+from specrl_jax.workers.messages import CHOOSES, CHOOSES_ALARMED, Ask, Later, WorkerAnswer, pack_texts, unpack_texts
 from specrl_jax.workers.pool import OnProgress, Others, WorkerPool
 from specrl_jax.workers.processes import First, Other
 
