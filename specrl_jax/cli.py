@@ -85,9 +85,9 @@ def _run(argv: list[str]) -> int:
 def parse(argv: list[str]) -> tuple[Config, str]:
     """Return the final config and the workdir. Raise InputError for a mistake on the command line."""
     try:
-        rest = flags.FLAGS(recipes.with_found(argv))
-        if len(rest) > 1:
-            raise InputError(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value")
+        arguments = flags.FLAGS(recipes.with_found(argv))
+        if len(arguments) > 1:
+            raise InputError(f"unexpected argument '{arguments[1]}'; overrides look like --config.key=value")
         if not _config_file(argv):
             raise InputError("--config is needed: python main.py --config configs/rlzero_tiny.py")
         # A file that is missing shows at the first access only.
@@ -113,16 +113,16 @@ def _config_file(argv: Sequence[str]) -> str:
 
 def _located(error: Exception, argv: Sequence[str]) -> str:
     """Return what an error means, with the file of --config, and the line where that is the user's mistake."""
-    file, said = _config_file(argv), one_line(error)
-    if "has no attribute 'get_config'" in said:
+    file, text = _config_file(argv), one_line(error)
+    if "has no attribute 'get_config'" in text:
         return f"--config {file}: it defines no get_config(arg=''), which returns the config"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == os.path.abspath(file)]
     if isinstance(error, SyntaxError):
         return f"--config {error.filename}:{error.lineno}: {error.msg}"
     if not lines or isinstance(error, ValueError):  # get_config itself says what is wrong
-        return f"--config {file}: {said}" if "get_config()" in said or "not callable" in said else said
+        return f"--config {file}: {text}" if "get_config()" in text or "not callable" in text else text
     where, kind = f"--config {file}:{lines[-1]}", f"{type(error).__name__}: "
-    return f"{where}: {said.removeprefix('--config: ') if said.startswith('--config: ') else kind + said}"
+    return f"{where}: {text.removeprefix('--config: ') if text.startswith('--config: ') else kind + text}"
 
 
 def _tell_others(mistake: InputError) -> None:
@@ -193,6 +193,6 @@ def find_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # of a plugin that is not installed, without any text
-        asked, said = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
-        why = said.partition(" (set JAX_PLATFORMS")[0] or f"no driver, device or jax plugin of {asked} is here"
+        asked, text = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        why = text.partition(" (set JAX_PLATFORMS")[0] or f"no driver, device or jax plugin of {asked} is here"
         raise InputError(f"JAX_PLATFORMS={asked}: {why}; unset it, or cpu") from None

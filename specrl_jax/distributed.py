@@ -77,10 +77,10 @@ def initialize(distributed: bool) -> None:
     if not (any(given[1:]) or several or distributed):
         return
     try:
-        number, place = (int(given[1]), int(given[2])) if any(given[1:]) else (None, None)
+        processes, process = (int(given[1]), int(given[2])) if any(given[1:]) else (None, None)
         # jax looks for these itself, but then listens on every interface.
         address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            given[0] or None, number, place, None, None, JOIN_SECONDS
+            given[0] or None, processes, process, None, None, JOIN_SECONDS
         )
 
         def leave() -> None:  # jax would abort with a stack trace
@@ -216,8 +216,8 @@ def agree(facts: Mapping[str, object]) -> None:
     found = {kind: json.loads(sent[digests.index(kind)]) for kind in kinds}
     differing = first_difference([*found.values()])
     values = [json.dumps(found[digest].get(differing)) for digest in digests]
-    said = "; ".join(f"{value} in {_processes(values, value)}" for value in dict.fromkeys(values))
-    raise InputError(f"the processes of this run differ in {differing}: {said}")
+    differences = "; ".join(f"{value} in {_processes(values, value)}" for value in dict.fromkeys(values))
+    raise InputError(f"the processes of this run differ in {differing}: {differences}")
 
 
 def first_difference(facts: Sequence[Mapping[str, object]]) -> str:

@@ -228,8 +228,8 @@ def _mesh(config: Config, need: Requirement) -> None:
     sizes = vars(config.mesh)
     for axis, size in sizes.items():
         need(f"mesh.{axis}", size, "at least 1, or -1 for the rest of the devices is needed")
-    if len(rest := [f"mesh.{axis}=-1" for axis, size in sizes.items() if size == -1]) > 1:
-        raise InputError(f"{' and '.join(rest)}: only one axis can take the rest of the devices")
+    if len(open_axes := [f"mesh.{axis}=-1" for axis, size in sizes.items() if size == -1]) > 1:
+        raise InputError(f"{' and '.join(open_axes)}: only one axis can take the rest of the devices")
 
 
 def _train(config: Config, need: Requirement) -> None:
@@ -277,8 +277,8 @@ def _benchmark(config: Config, need: Requirement) -> None:
 
 
 def _dry_run(config: Config, need: Requirement) -> None:
-    known = config.dry_run.devices or -1 not in vars(config.mesh).values()
-    need("dry_run.devices", known, "the number of devices to compile for is needed, such as 1 or 8")
+    is_sized = config.dry_run.devices or -1 not in vars(config.mesh).values()
+    need("dry_run.devices", is_sized, "the number of devices to compile for is needed, such as 1 or 8")
 
 
 Check = Callable[[Config, Requirement], None]

@@ -36,7 +36,7 @@ def judge_memory(
     measured: list[CompiledPhase], target: HardwareTarget, config: Config, *, num_shards: int
 ) -> MemoryVerdict:
     """Judge all phases; the learner's rows have `num_shards` shards."""
-    known = [(m.name, m.memory) for m in measured if m.memory]
+    compiled = [(m.name, m.memory) for m in measured if m.memory]
     for m in measured:
         if m.memory is None:
             advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
@@ -49,7 +49,7 @@ def judge_memory(
                 arithmetic=f"the compiler refuses it: {m.refused}",
                 suggestion=advice,
             )
-    phase, memory = max(known, key=lambda found: found[1].total)
+    phase, memory = max(compiled, key=lambda found: found[1].total)
     share = memory.total / target.memory
     sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
     arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"

@@ -38,8 +38,8 @@ class PhaseMemory(NamedTuple):
     @property
     def total(self) -> int:
         """Return the peak bytes of the phase; without temporaries if they are unknown."""
-        known = sum(self.by_kind().values()) + self.padding + self.results
-        return known + (self.temporaries or 0)
+        lasting = sum(self.by_kind().values()) + self.padding + self.results
+        return lasting + (self.temporaries or 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +118,11 @@ def argument_bytes(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stag
     placed = structure.flatten_up_to(compiled.input_shardings[0])  # type: ignore[attr-defined]
     for (path, info), sharding in zip(leaves, placed, strict=True):
         if sharding is not None:  # XLA drops unused arguments
-            kind = phase.arguments[path[0].idx]
-            found[_refine_kind(kind, path)] += shard_bytes(info.shape, info.dtype, sharding)
+            kind, field = phase.arguments[path[0].idx], getattr(path[1], "name", "") if len(path) > 1 else ""
+            # Everything in a TrainState but its parameters is the optimizer's.
+            kind = OPTIMIZER if kind == PARAMETERS and field in ("opt_state", "step") else kind
+            found[kind] += shard_bytes(info.shape, info.dtype, sharding)
     return found
-
-
-def _refine_kind(kind: str, path: tuple[object, ...]) -> str:
-    """Count everything in a TrainState but its parameters as the optimizer's."""
-    field = getattr(path[1], "name", "") if len(path) > 1 else ""
-    return OPTIMIZER if kind == PARAMETERS and field in ("opt_state", "step") else kind
 
 
 @contextlib.contextmanager

@@ -155,8 +155,8 @@ def _generation(rollout: RolloutEngines, weights: Weights, resident: tuple[objec
         return Phase(f"generate: {name}", lower, arguments, resident=(*resident, own, beside), unrolled=True)
 
     def records() -> Phase:
-        rest = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))
-        return phase("experts to the host", "read_records", CACHE, BATCH, BATCH, beside=rest)
+        others = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))
+        return phase("experts to the host", "read_records", CACHE, BATCH, BATCH, beside=others)
 
     return [
         phase("empty slots", "empty"),

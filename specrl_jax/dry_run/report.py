@@ -53,10 +53,10 @@ class Report:
     def verdict(self) -> str:
         if self.fit is None:
             return "no device to fit into: dry_run.target=cpu"
-        said = "fits" if self.fit.fits else "does not fit"
+        answer = "fits" if self.fit.fits else "does not fit"
         if self.fit.fits and not self.exact:
-            said = "fits as far as arguments and results go"
-        line = f"{said} {self.target.name}, of whose memory {LARGEST_SHARE:.0%} count ({self.target.source})\n"
+            answer = "fits as far as arguments and results go"
+        line = f"{answer} {self.target.name}, of whose memory {LARGEST_SHARE:.0%} count ({self.target.source})\n"
         line += f"most in '{self.fit.phase}': {self.fit.arithmetic}"
         return line + (f"\nsuggestion: {self.fit.suggestion}" if self.fit.suggestion else "")
 

@@ -101,14 +101,14 @@ def fill_store(
       InputError: a file that does not fit the run.
     """
     config, pad_id = learner.plan.config, rollout.tokenizer.pad_id
-    wanted, wave = config.pretrain.rollouts, config.grpo.prompts_per_step * config.grpo.group_size
+    count, wave = config.pretrain.rollouts, config.grpo.prompts_per_step * config.grpo.group_size
     seconds = {"generate": 0.0, "features": 0.0}
     waves = answers(rollout) if config.pretrain.answers else _responses(rollout, problems, weights, display)
     display.start_phase("features")
     try:
-        for number, texts in zip(range(-(-wanted // wave)), waves):
-            display.update_phase(len(store), wanted)
-            kept, end = len(store) - number * wave, min(wave, wanted - number * wave)
+        for number, texts in zip(range(-(-count // wave)), waves):
+            display.update_phase(len(store), count)
+            kept, end = len(store) - number * wave, min(wave, count - number * wave)
             if kept >= end:
                 continue
             start = time.perf_counter()
@@ -125,7 +125,7 @@ def fill_store(
             store.add(FeatureRow(*[x[kept:end] for x in row]))
             seconds["generate"] += middle - start
             seconds["features"] += time.perf_counter() - middle
-            display.update_phase(len(store), wanted)
+            display.update_phase(len(store), count)
     except Stopped:
         raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there") from None
     return seconds
@@ -183,7 +183,7 @@ def answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
     texts, special = list[TokenizedAnswer](), 0
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
         if row.content.get("tokens") is not None:
-            text = recorded_text(row, config.data.prompt_key, tokenizer, rollout.plan.model.vocab)
+            text = recorded_text(row, config.data.prompt_key, tokenizer, vocab=rollout.plan.model.vocab)
         else:
             text, is_special = _text(row, config.data, tokenizer)
             special += is_special
@@ -212,7 +212,7 @@ def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[Tokeniz
     return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
 
-def recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, vocab: int) -> TokenizedAnswer:
+def recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, *, vocab: int) -> TokenizedAnswer:
     """Return the tokens of a row of rollouts, as they were: one that was cut has no end-of-text.
 
     Raises InputError for tokens that are not those of the row's response.

@@ -65,12 +65,12 @@ def run(config: Config, workdir: str) -> None:
 def work_for_learners(config: Config, workdir: str, stop: threading.Event) -> None:
     """Work for one learner after the other, each the one before started again, until one has ended its run."""
     # Now: a source that changes later is not what this process runs.
-    known = worker_facts(dataclasses.asdict(config), workdir)
+    facts = worker_facts(dataclasses.asdict(config), workdir)
     worker: RolloutWorker | None = None
     while True:
         with connect(workdir, stop) as connection:
             try:
-                introduce(connection, known, workdir)
+                introduce(connection, facts, workdir)
             except (EOFError, OSError):
                 continue
             worker = worker or RolloutWorker(make_worker_rollout(config, workdir), stop)

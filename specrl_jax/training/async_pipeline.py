@@ -19,9 +19,17 @@ from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import Stopped
 from specrl_jax.process_groups import Agreement
 from specrl_jax.training.devices import Devices
-from specrl_jax.training.generation import NOTHING_PREFETCHED, Newer, PrefetchedRollouts, Published, RolloutBatch, never
+from specrl_jax.training.generation import (
+    NOTHING_PREFETCHED,
+    Newer,
+    PrefetchedRollouts,
+    Published,
+    RolloutBatch,
+    RolloutGenerator,
+    never,
+)
 from specrl_jax.training.inflight import WeightUpdates
-from specrl_jax.training.pipeline import Pipeline, StepGenerator, Sync
+from specrl_jax.training.pipeline import Pipeline, Sync
 from specrl_jax.training.plan import Plan
 
 
@@ -44,25 +52,23 @@ class Async:
       steps: to take and to generate for; the weights of the first are the oldest available.
       devices: held by the thread, which lends them to evaluations.
       restored: the rollouts of the first of `steps` of all processes, from a checkpoint.
-      early: while the weights of the next step are not there, its rollouts begin under those before them.
       updates: gives running rollouts newer weights.
       agree: returns the turn of the first process of a copy in all of its processes.
     """
 
     def __init__(
         self,
-        generation: StepGenerator,
+        generation: RolloutGenerator,
         lag: int,
         *,
         steps: range,
         devices: Devices,
         restored: PrefetchedRollouts = NOTHING_PREFETCHED,
-        early: bool = False,
         updates: WeightUpdates | None = None,
         agree: Broadcast = alone,
     ) -> None:
         self._generation, self._lag, self._first, self._last = generation, lag, steps.start, steps.stop - 1
-        self._devices, self._early, self._updates, self._agree = devices, early, updates, agree
+        self._devices, self._updates, self._agree = devices, updates, agree
         self._partial = restored.left
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
@@ -71,8 +77,8 @@ class Async:
         self._changed = devices.changed  # guards the four above
         # Of all processes; the learner's thread only.
         self._gathered = dict(zip(steps, restored.batches))
-        ahead = steps[len(restored.batches) :]
-        self._thread = threading.Thread(target=self._run, args=(ahead,), name="rollouts", daemon=True)
+        to_generate = steps[len(restored.batches) :]
+        self._thread = threading.Thread(target=self._run, args=(to_generate,), name="rollouts", daemon=True)
         self._thread.start()
 
     def draw(self) -> None:
@@ -159,7 +165,7 @@ class Async:
         """
         idle = 0.0
         # Under the weights at hand; before the first step there are none.
-        begins = self._early and step > self._first
+        begins = self._generation.begins_early and step > self._first
         while True:
             start = time.perf_counter()
             turn = self._turn(oldest, begins)
@@ -230,7 +236,7 @@ class Async:
 
 def make_pipeline(
     plan: Plan,
-    generation: StepGenerator,
+    generation: RolloutGenerator,
     *,
     first: int,
     devices: Devices,
@@ -259,7 +265,6 @@ def make_pipeline(
         steps=steps,
         devices=devices,
         restored=restored,
-        early=exact,
         updates=updates,
         agree=agree,
     )

@@ -119,10 +119,10 @@ def recorded_values(workdir: str) -> dict[str, object]:
 
 def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
     """Return the config with the open values of the run that it resumes: data and memory may have changed since."""
-    known = {key: recorded[key] for key in left_open(config) if key in recorded}
-    if known:
-        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in known.items())))
-    return with_values(config, known)
+    values = {key: recorded[key] for key in left_open(config) if key in recorded}
+    if values:
+        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in values.items())))
+    return with_values(config, values)
 
 
 def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -> Config:
@@ -154,10 +154,10 @@ def _schemas(config: Config, detects: bool) -> Config:
     own, mistakes = "eval.schema" if e.schema else "data.schema", Mistakes()
     for section, path, names, key in (("data", d.path, d.schema, "data.schema"), ("eval", e.path, of_eval, own)):
         paths = split_paths(path, f"{section}.path") if path else []
-        if AUTO not in (wanted := schema_names(names, len(paths), key) if paths else []):
+        if AUTO not in (schemas := schema_names(names, len(paths), key) if paths else []):
             continue
         with mistakes.check():
-            pairs = zip(paths, wanted, strict=True)
+            pairs = zip(paths, schemas, strict=True)
             found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
             config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
     mistakes.refuse()

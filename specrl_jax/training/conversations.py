@@ -131,13 +131,13 @@ class Conversations:
         )
         final = self._final_scores(logs, rollouts, np.flatnonzero(alive), scorer, waiting)
         # Without a reward the number that environments gave says what they do not say themselves.
-        said = final.correct if scorer.names else environment_rewards >= scorer.correct_from
+        is_right = final.correct if scorer.names else environment_rewards >= scorer.correct_from
         failed = [log.failed for log in logs if log.failed]
         first = f"{failed[0].failure}: {failed[0].detail}" if failed else final.first_failure
         return final._replace(
             total=final.total + environment_rewards.astype(np.float32),
             rewards={**final.rewards, self._workers.label: environment_rewards.astype(np.float32)},
-            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, said)], bool),
+            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, is_right)], bool),
             failures=dict(Counter(final.failures) + Counter(one.failure for one in failed)),
             first_failure=first,
             environment=self._columns(logs, rollouts),
@@ -204,8 +204,8 @@ class Conversations:
 def _is_correct(log: _Log, scored: bool) -> bool:
     if log.failed:
         return False
-    said = log.outcomes[-1].correct
-    return scored if said is None else said
+    stated = log.outcomes[-1].correct
+    return scored if stated is None else stated
 
 
 def begin_conversations(
@@ -248,9 +248,9 @@ def begin_conversations(
             opening = openings[reply.session]
             openings[reply.session] = _opened(opening, reply.outcome, tokenizer, format=format, longest=longest)
         waiting()
-    begun = list(openings.values())
-    turns = Conversations(workers, config.environment, tokenizer, format=format, openings=begun, samples=samples)
-    return [one.problem._replace(prompt=one.prompt) for one in begun], turns
+    opened = list(openings.values())
+    turns = Conversations(workers, config.environment, tokenizer, format=format, openings=opened, samples=samples)
+    return [one.problem._replace(prompt=one.prompt) for one in opened], turns
 
 
 def _opened(opening: Opening, outcome: Outcome, tokenizer: Tokenizer, *, format: TurnFormat, longest: int) -> Opening:

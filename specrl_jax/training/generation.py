@@ -112,6 +112,7 @@ class RolloutGenerator:
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
         self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
+        self.begins_early = exact  # rollouts of a step may begin under the weights before its own
         self._lookahead: LookaheadBuffer | None = None
         if exact:
             self._lookahead = LookaheadBuffer(

@@ -113,8 +113,7 @@ def with_sizes(
     if not left_open(config):
         return config
     prompts, solutions = problems.texts()
-    measured = measure(prompts, solutions, tokenizer)
-    config = choose_sizes(config, model, machine, measured=measured)
+    config = choose_sizes(config, model, machine, measured=measure(prompts, solutions, tokenizer))
     validate(config)
     return config
 

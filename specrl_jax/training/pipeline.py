@@ -1,23 +1,13 @@
 """The source of a step's rollouts, the synchronous one, and what a checkpoint keeps of prefetched rollouts."""
 
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from specrl_jax.data.problem import Problem
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.serialize import Packed, unpack
-from specrl_jax.training.generation import Newer, PrefetchedRollouts, Published, RolloutBatch, never
+from specrl_jax.training.generation import PrefetchedRollouts, Published, RolloutBatch, RolloutGenerator, never
 from specrl_jax.training.partial import PartialRollouts
-
-
-class StepGenerator(Protocol):
-    """Draws, generates and gathers the rollouts of one step after the other, as `RolloutGenerator` does."""
-
-    def draw(self) -> list[Problem]: ...
-    def generate(self, step: int, problems: list[Problem], policy: Published, *, newer: Newer) -> RolloutBatch: ...
-    def begin(self, step: int, policy: Published, until: Callable[[], bool]) -> bool: ...
-    def gather(self, batch: RolloutBatch) -> RolloutBatch: ...
 
 
 class Pipeline(Protocol):
@@ -41,7 +31,7 @@ class Pipeline(Protocol):
 class Sync:
     """Generates in the learner's turn."""
 
-    def __init__(self, generation: StepGenerator, left: list[PartialRollouts]) -> None:
+    def __init__(self, generation: RolloutGenerator, left: list[PartialRollouts]) -> None:
         self._generation, self._partial = generation, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0

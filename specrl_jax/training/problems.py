@@ -63,8 +63,8 @@ class Problems:
     def texts(self) -> tuple[list[str], list[str]]:
         """Return prompts and worked solutions of the validation sets and of the training files."""
         files = [source for source in self.train if not isinstance(source, TaskSource)]
-        known = self.evaluation + [source[i] for source in files for i in range(len(source))]
-        return [problem.prompt for problem in known], [problem.solution for problem in known]
+        problems = self.evaluation + [source[i] for source in files for i in range(len(source))]
+        return [problem.prompt for problem in problems], [problem.solution for problem in problems]
 
     def stream(self, batch_size: int) -> ProblemStream:
         """Return an endless stream of training problems."""
@@ -100,16 +100,16 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
     problems = Problems(config, training if train else [], validation)
     if train:
         files.reports += _shared_files(config)
-    known = problems.evaluation
-    if len(known) < jax.process_count():
+    checked = problems.evaluation
+    if len(checked) < jax.process_count():
         raise InputError(
-            f"eval: {len(known)} validation problems; each of the {jax.process_count()} processes takes some"
+            f"eval: {len(checked)} validation problems; each of the {jax.process_count()} processes takes some"
         )
     if train:
         problems.stream(1)  # checks the weights of the files
-        known += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
+        checked += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
     longest = config.rollout.max_prompt_tokens or LONGEST
-    check_prompts([tokenizer.encode(problem.prompt) for problem in known], longest)
+    check_prompts([tokenizer.encode(problem.prompt) for problem in checked], longest)
     for line in files.reports if most is None else ():
         print(printable(line))
     return problems

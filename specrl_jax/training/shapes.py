@@ -42,5 +42,5 @@ def rows_sharding(learner: Learner) -> NamedSharding:
 
 def placed_by_row(learner: Learner, tree: Tree) -> Tree:
     """Return shapes of arrays [B, T, ...] with the sharding of a microbatch's rows."""
-    place = rows_sharding(learner)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+    by_row = rows_sharding(learner)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_row), tree)

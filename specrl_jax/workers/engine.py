@@ -26,14 +26,14 @@ from specrl_jax.workers.processes import First, Other
 class RemoteEngine(Engine):
     """Has the limits of the learner's own engine, whose programs are never compiled here."""
 
-    process: First | Other | None = None  # this one, of the learner
-    name: str = ""  # among the worker's
+    _: dataclasses.KW_ONLY
+    process: First | Other  # this one, of the learner
+    name: str  # among the worker's
 
     def worker_metrics(self) -> dict[str, int | float]:
         """Return how many workers there are, with how many devices, and the seconds until they had the weights; of the
         learner's first process.
         """
-        assert self.process is not None
         return self.process.metrics()
 
     def compile_all(
@@ -43,7 +43,6 @@ class RemoteEngine(Engine):
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for the first workers, and let them compile; `on_program` is not called."""
-        assert self.process is not None
         on_progress = self.agreed(lambda done, total: on_wait())
         self.process.together(
             params,
@@ -75,7 +74,7 @@ class RemoteEngine(Engine):
 
         Raises WorkersFailed besides.
         """
-        assert self.process is not None and turns is None
+        assert turns is None
         check_prompts(prompts, self.config.max_prompt_tokens)
         each, count = samples + self.greedy, len(prompts)
         if not count * samples:
@@ -123,7 +122,6 @@ class RemoteEngine(Engine):
         Raises:
           WorkersFailed: as `generate`.
         """
-        assert self.process is not None
         common = self._ask(samples, seed, lengths)
 
         def begin(pool: WorkerPool, on_wait: OnProgress, others: Others) -> bool:

@@ -111,13 +111,13 @@ class WorkerPool:
 
     def compile(self, weights: Weights, on_wait: OnProgress, others: Others = list) -> None:
         """Wait for the first workers, and let them compile the training engine."""
-        said = -1
+        shown = -1
 
         def enough() -> bool:
-            nonlocal said
-            if said != len(self._workers) < self._wanted:
-                said = len(self._workers)
-                print(f"waiting for rollout workers: {said} of {self._wanted}")
+            nonlocal shown
+            if shown != len(self._workers) < self._wanted:
+                shown = len(self._workers)
+                print(f"waiting for rollout workers: {shown} of {self._wanted}")
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))

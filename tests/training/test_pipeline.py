@@ -34,9 +34,9 @@ STEPS_TAKEN = range(1, LAST + 1)
 class Recorder:
     """Stands in for generation: remembers which weights each step got, and how far ahead of the learner it was."""
 
-    def __init__(self, fails_at=0):
+    def __init__(self, fails_at=0, begins_early=False):
         self.used, self.ahead, self.learning, self.fails_at = {}, [], 0, fails_at
-        self.begun = []
+        self.begun, self.begins_early = [], begins_early
 
     def draw(self):
         return []
@@ -121,8 +121,8 @@ def test_it_waits_for_its_devices():
 
 def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
     """Under the policy before step 1 step 2 begins, pauses while others have the devices, and ends with its weights."""
-    devices, produce = Devices(), Recorder()
-    pipeline = Async(produce, 0, steps=STEPS_TAKEN, devices=devices, early=True)
+    devices, produce = Devices(), Recorder(begins_early=True)
+    pipeline = Async(produce, 0, steps=STEPS_TAKEN, devices=devices)
     pipeline.publish(1, 1)
     pipeline.take(1)
     time.sleep(0.05)
@@ -206,9 +206,9 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
     threads = []
     for i, (log, agree) in enumerate(zip(logs, (turns.first, turns.second), strict=True)):
         devices, pauses = Devices(), iter(np.random.default_rng(i).uniform(0, 0.03, 2 * LAST))
-        generation = Logs()
+        generation = Logs(begins_early=not lag)
         generation.log = log
-        made = Async(generation, lag, steps=STEPS_TAKEN, devices=devices, early=not lag, agree=agree)
+        made = Async(generation, lag, steps=STEPS_TAKEN, devices=devices, agree=agree)
         threads.append(threading.Thread(target=learn, args=(log, made, devices, pauses), daemon=True))
     for thread in threads:
         thread.start()
