@@ -75,9 +75,7 @@ def _unpacked(kind: Any, value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         return arrays[value] if isinstance(value, str) else np.zeros(value[1], np.dtype(value[0]))
     if fields := _fields(origin):
         hints = typing.get_type_hints(origin)
-        # An optional value that an older version did not have is None.
-        known = {field: None for field in fields if types.NoneType in typing.get_args(hints[field])} | value
-        return origin(**{field: _unpacked(hints[field], known[field], arrays) for field in fields})
+        return origin(**{field: _unpacked(hints[field], value[field], arrays) for field in fields})
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {key: _unpacked(inner[1] if inner else object, one, arrays) for key, one in value.items()}
     if origin is list:

@@ -65,20 +65,3 @@ def test_what_has_no_type_of_its_own_in_json_is_refused():
 def test_a_value_of_another_class_is_refused():
     with pytest.raises(KeyError):
         unpack(Part, Packed({"numbers": "n"}, {"n": np.zeros(1)}))
-
-
-class Newer(NamedTuple):
-    numbers: np.ndarray
-    experts: np.ndarray | None = None
-
-
-def test_an_optional_value_that_an_older_version_did_not_have_is_none():
-    class Older(NamedTuple):
-        numbers: np.ndarray
-
-    packed = pack(Older(NUMBERS.numbers), "w")
-    got = unpack(Newer, packed)
-    same_bits(got.numbers, NUMBERS.numbers)
-    assert got.experts is None
-    with pytest.raises(KeyError):
-        unpack(Part, packed)

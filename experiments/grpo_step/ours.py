@@ -32,12 +32,13 @@ from specrl_jax.training.async_pipeline import make_pipeline
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.engines import RolloutEngines, make_rollout
+from specrl_jax.training.generation import RolloutGenerator
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import step_metrics
 from specrl_jax.training.performance import make_performance
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.speculation import Speculation
-from specrl_jax.training.step import train_step
+from specrl_jax.training.step import StepParts, train_step
 
 MODEL = Qwen3Config(
     vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768, tied=True, max_positions=4096
@@ -93,29 +94,14 @@ def measure(warmup: int, steps: int) -> tuple[list[float], dict[str, list[float]
     stream = ProblemStream([random_prompts(0, PROMPTS * (warmup + steps))], PROMPTS, 0)
     rows = []
     with Display(warmup + steps, 0, stop) as display, tempfile.TemporaryDirectory() as folder:
-        pipeline = make_pipeline(
-            rollout,
-            stream,
-            MeanId(),
-            speculation=speculation,
-            first=1,
-            on_progress=display.update_phase,
-            devices=Devices(),
-            workdir=folder,
+        generation = RolloutGenerator(
+            rollout, stream, MeanId(), speculation=speculation, on_progress=display.update_phase
         )
+        pipeline = make_pipeline(learner.plan, generation, first=1, devices=Devices(), workdir=folder)
+        parts = StepParts(learner, rollout, pipeline, speculation=speculation, replay=None, stop=stop)
         for step in range(1, warmup + steps + 1):
             clock = PhaseClock(display)
-            state, result = train_step(
-                learner,
-                rollout,
-                state,
-                pipeline=pipeline,
-                speculation=speculation,
-                replay=None,
-                step=step,
-                clock=clock,
-                stop=stop,
-            )
+            state, result = train_step(parts, state, step=step, clock=clock)
             row = step_metrics(result, learner, performance)
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)
