@@ -17,8 +17,8 @@ from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import RATES, LongTail, Sizes
 from experiments.engine import live_work
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.calibration import calibrate
 from specrl_jax.decoding.programs import Program
+from specrl_jax.decoding.requests import CallOptions, Requests
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
@@ -87,7 +87,9 @@ def draw_weights(sides: Sides) -> Weights:
 
 def generate(built: Built, weights: Weights, work: live_work.Work, seed: int) -> tuple[Rollouts, float]:
     start = time.perf_counter()
-    found = built.engine.generate(weights, work.prompts, work.samples, seed=seed, responses=work.responses)
+    found = built.engine.generate(
+        weights, work.prompts, work.samples, seed=seed, options=CallOptions(responses=work.responses)
+    )
     return found, time.perf_counter() - start
 
 
@@ -136,11 +138,17 @@ def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[s
         seen.append(memory_in_use(device)["in_use"])
 
     before = memory_in_use(device)
-    calibrate(engine, weights, work.prompts, samples=work.samples, lengths=lengths, seed=0, after_chunk=look)
+    engine.prepare(weights, Requests(work.prompts, work.samples), lengths, seed=0, look=look)
     calibrated = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     seen.clear()
     found = engine.generate(
-        weights, work.prompts, work.samples, seed=0, on_progress=look, lengths=lengths, responses=sorted(work.responses)
+        weights,
+        work.prompts,
+        work.samples,
+        seed=0,
+        on_progress=look,
+        lengths=lengths,
+        options=CallOptions(responses=sorted(work.responses)),
     )
     shrinking = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     sizes = sorted({chunk.size for chunk in found.chunks}, reverse=True)
@@ -165,7 +173,7 @@ def time_prefill(built: Built, weights: Weights, sizes: Sizes, vocab: int) -> fl
     limits = built.engine.config
     prompts = np.random.default_rng(0).integers(0, vocab, (sizes.prefilled, sizes.prompt)).tolist()
     for seed in range(2):
-        batch = ActiveBatch(built.engine, weights, Scheduler(limits, 0, prompts, samples=1), seed=seed)
+        batch = ActiveBatch(built.engine.compiled, weights, Scheduler(limits, 0, Requests(prompts, 1)), seed=seed)
         jax.block_until_ready(batch.slots)
         start = time.perf_counter()
         batch.prepare()

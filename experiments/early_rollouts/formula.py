@@ -30,6 +30,7 @@ from experiments.verdicts import Interval, ratio_interval
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 
 OUTPUT = pathlib.Path(__file__).parent / "formula.csv"
@@ -48,7 +49,12 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
         asked: Continuation[Any] = Continuation(earlier=earlier)
         start = time.perf_counter()
         found = engine.generate(
-            weights[version], work.prompts, work.samples, seed=seed, lengths=lengths, continuation=asked
+            weights[version],
+            work.prompts,
+            work.samples,
+            seed=seed,
+            lengths=lengths,
+            options=CallOptions(continuation=asked),
         )
         return found, time.perf_counter() - start
 

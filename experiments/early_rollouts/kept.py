@@ -25,6 +25,7 @@ from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open
 from experiments.engine import bench
 from experiments.rooms import bases
 from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 
 OUTPUT = pathlib.Path(__file__).parent / "kept.csv"
@@ -38,7 +39,11 @@ def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
     seed = 100 * older
     before = engine.generate(drawn[0], work.prompts, work.samples, seed=seed)
     after = engine.generate(
-        drawn[1], work.prompts, work.samples, seed=seed, continuation=Continuation(earlier=responses(before))
+        drawn[1],
+        work.prompts,
+        work.samples,
+        seed=seed,
+        options=CallOptions(continuation=Continuation(earlier=responses(before))),
     )
     lengths, kept = before.response_length, after.reverified
     rest = after.response_length - kept

@@ -24,6 +24,7 @@ from experiments.verdicts import ratio_interval
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.requests import CallOptions
 
 OUTPUT = pathlib.Path(__file__).parent / "lookahead.csv"
 FIELDS = ("draft", "who", "round", "step", "seconds", "tokens", "reverified", "iterations", "share_idle")
@@ -43,9 +44,8 @@ def steps_of(versions: Versions, k: int, ahead: bool, seed: int) -> Iterator[dic
             work.prompts,
             work.samples,
             seed=seed,
-            first_id=step * count,
+            options=CallOptions(first_id=step * count, continuation=Continuation(earlier=texts, lookahead=begun)),
             lengths=FixedLength(k),
-            continuation=Continuation(earlier=texts, lookahead=begun),
         )
         seconds = time.perf_counter() - start
         texts = begun.texts if begun else {}

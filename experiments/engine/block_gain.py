@@ -32,6 +32,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.decode import reserve
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.refill import empty_slots, refill
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig, Slots
@@ -124,7 +125,7 @@ def make_wave(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
 
     def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
         slots, carried = empty()
-        batch = Scheduler(limits, parts.pad_id, prompts, samples=1).schedule(np.asarray(slots.pool.count))
+        batch = Scheduler(limits, parts.pad_id, Requests(prompts, 1)).schedule(np.asarray(slots.pool.count))
         slots, _ = start(weights, slots, carried, batch)
         expected = np.zeros(2)
         while not slots.done.all():

@@ -12,11 +12,12 @@ import numpy as np
 from experiments.engine import bench
 from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.refill import empty_slots
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig, Slots
@@ -108,7 +109,7 @@ def iteration(case: Case, k: int, count: int) -> Timed:
     )
 
     def run() -> float:
-        batch = ActiveBatch(case.engine, case.weights, Scheduler(limits, 0, prompts, samples=1), seed=0)
+        batch = ActiveBatch(case.engine.compiled, case.weights, Scheduler(limits, 0, Requests(prompts, 1)), seed=0)
         batch.prepare()
         batch.decode(Choice(k, WARM))
         chunk, statistics = batch.decode(Choice(k, count))

@@ -30,8 +30,9 @@ from experiments.engine.peers import MODELS, save_random
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.eagle3 import network as eagle3
@@ -134,10 +135,9 @@ def pages(a: argparse.Namespace, sizes: live_work.Sizes, figures: Figures) -> No
         head = DraftOptions("eagle3", random_head(folder, sizes))
         for page_tokens in (16, 64):
             engine, weights = live_work.Ours(folder, head, 3, page_tokens=page_tokens).engine(work)
-            scheduler = Scheduler(
-                engine.config, engine.pad_id, work.prompts, samples=live_work.GROUP, responses=work.responses
-            )
-            batch = ActiveBatch(engine, weights, scheduler, seed=0)
+            requests = Requests(work.prompts, live_work.GROUP, responses=work.responses)
+            scheduler = Scheduler(engine.config, engine.compiled.functions.pad_id, requests)
+            batch = ActiveBatch(engine.compiled, weights, scheduler, seed=0)
             pool = sum(x.nbytes for x in jax.tree.leaves(batch.slots.cache))
             held, live = max(page_use(batch, engine, work))
             case = f"{a.prompts} prompts, pages of {page_tokens} tokens"

@@ -13,6 +13,7 @@ from experiments.engine.peers import MODELS, ask, load_engine, start_peer
 from experiments.grpo_step.rows import tails
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.weights import Weights
@@ -131,7 +132,9 @@ class Ours:
     def __call__(self, work: Work, seed: int) -> Measured:
         engine, weights = self.engine(work)
         start = time.perf_counter()
-        rollouts = engine.generate(weights, work.prompts, work.samples, seed=seed, responses=work.responses)
+        rollouts = engine.generate(
+            weights, work.prompts, work.samples, seed=seed, options=CallOptions(responses=work.responses)
+        )
         seconds = time.perf_counter() - start
         if rollouts.response_length.tolist() != work.responses:
             raise ValueError("rollouts do not have the lengths that were asked for")

@@ -18,6 +18,7 @@ from experiments import commands
 from experiments.claims import write_rows
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import make_mesh
@@ -78,7 +79,7 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
         scorer, config, tokenizer, problems=problems, samples=8, step=seed, waiting=lambda: None
     )
     prompts, start = [tokenizer.encode(problem.prompt) for problem in asked], time.perf_counter()
-    found = rollout.engine.generate(weights, prompts, 8, seed=seed, turns=turns)
+    found = rollout.engine.generate(weights, prompts, 8, seed=seed, options=CallOptions(turns=turns))
     seconds = time.perf_counter() - start
     computed = int(found.prefilled.sum() + found.policy_tokens.sum()) / int(found.length.sum())
     tokens, verifications = int(found.policy_tokens.sum()), int(found.verifications.sum())

@@ -20,6 +20,7 @@ import numpy as np
 
 from experiments import commands
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 
 WORKERS = 2
 PACKAGES = ("latex2sympy2_extended", "sympy", "psutil", "numpy")
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
     solutions, answers = read_gsm8k(a.gsm8k)
-    with Scorer(("math",), workers=WORKERS) as scorer:
+    with Scorer(("math",), workers=WorkerOptions(WORKERS)) as scorer:
         result = {
             "date": datetime.date.today().isoformat(),
             "cpus": os.cpu_count(),

@@ -167,9 +167,7 @@ def load(workdir: pathlib.Path) -> Run:
         for item in ("state", "arrays"):
             if (folder / item).exists():
                 arrays |= {f"{folder.name}/{item}/{name}": value for name, value in read_arrays(folder / item)}
-        host |= {
-            f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=compared)
-        }
+        host |= {f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=compared)}
     return Run(rows, rollouts, arrays, host)
 
 

@@ -35,6 +35,7 @@ from specrl_jax.rewards.sandbox.limits import MIB, Limits, Ran, Run, SandboxErro
 from specrl_jax.rewards.sandbox.mechanisms import own_uid
 from specrl_jax.rewards.sandbox.process import Sandbox
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 
 LIMITS = Limits(seconds=2.0, memory=256 * MIB, output=MIB, processes=16, disk=8 * MIB)
 GRACE = 1.0  # seconds after its limit by which a program is over
@@ -251,7 +252,7 @@ def try_all(chosen: Chosen, programs: list[Hostile], console: Console) -> list[d
 def throughput(chosen: Chosen, count: int, workers: int) -> dict[str, float]:
     """Return trivial answers scored a second, each in the process that it has to itself, by form of tests."""
     found = {}
-    with Scorer(("code",), workers=workers, code=CodeOptions(chosen, False, 10.0)) as scorer:
+    with Scorer(("code",), workers=WorkerOptions(workers), code=CodeOptions(chosen, False, 10.0)) as scorer:
         for form, program in HONEST.items():
             answers = [f"```python\n{program}\n```"] * count, [ROWS[form]] * count
             scorer(*answers)  # starts the sandboxes

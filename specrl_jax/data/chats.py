@@ -42,10 +42,10 @@ def text_messages(value: object) -> Messages:
     """
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise InputError("must be text or a list of messages with role and content")
-    said = [_text_message(message, f"message {number}") for number, message in enumerate(value, 1)]
-    if not any(message["content"].strip() for message in said):
+    messages = [_text_message(message, f"message {number}") for number, message in enumerate(value, 1)]
+    if not any(message["content"].strip() for message in messages):
         raise InputError("must say something: each of its messages is empty")
-    return said
+    return messages
 
 
 def _text_message(message: dict[str, object], where: str) -> dict[str, str]:
@@ -101,10 +101,10 @@ class ChatTemplate:
         Raises InputError where the template fails, or leaves out what a message says.
         """
         fault: InputError | None = None
-        for said in self._readings(messages):
+        for reading in self._readings(messages):
             try:
-                text = self._render(said, thinking)
-                self._require_whole(said, thinking, text)
+                text = self._render(reading, thinking)
+                self._require_whole(reading, thinking, text)
             except _Lost as lost:
                 fault = fault or InputError(
                     f"data.tokenizer: the chat template leaves out message {lost.number} of {len(messages)}, role "
@@ -116,7 +116,7 @@ class ChatTemplate:
             except InputError as error:
                 fault = fault or error
                 continue
-            self._say_renamed(messages, said)
+            self._say_renamed(messages, reading)
             return text
         assert fault is not None
         raise fault
@@ -158,12 +158,12 @@ class ChatTemplate:
         after the other. Where one is not there as it is, and for the first conversation with these roles, the messages
         are rendered again with characters around their contents that nothing else has.
         """
-        contents, place, found = [message["content"].strip() for message in messages], 0, True
+        contents, end, in_order = [message["content"].strip() for message in messages], 0, True
         for content in contents:
-            start = text.find(content, place)
-            found, place = found and start >= 0, start + len(content)
+            start = text.find(content, end)
+            in_order, end = in_order and start >= 0, start + len(content)
         kind = (thinking, *((message["role"], bool(content)) for message, content in zip(messages, contents)))
-        if found and kind in self._whole:
+        if in_order and kind in self._whole:
             return
         marks = list(itertools.islice(unused_characters("".join(strings(messages))), len(messages)))
         marked = [{**m, "content": f"{c}{m['content'].strip()}{c}"} for m, c in zip(messages, marks)]
@@ -172,11 +172,11 @@ class ChatTemplate:
             # Of an assistant's message, the thoughts before the end may be left out.
             if content and shown.count(mark) < 2 - ends_with_answer([message]):
                 raise _Lost(number)
-        if found:
+        if in_order:
             self._whole.add(kind)
 
-    def _say_renamed(self, messages: Messages, said: Messages) -> None:
-        for before, now in zip(messages, said):
+    def _say_renamed(self, messages: Messages, reading: Messages) -> None:
+        for before, now in zip(messages, reading):
             role, read = before["role"], now["role"]
             if role != read and role not in self._renamed:
                 self._renamed[role] = read

@@ -58,8 +58,8 @@ class FeatureStore:
         path = os.path.join(folder, MANIFEST)
         if os.path.exists(path):
             manifest = check(Manifest, read_json(path, INDEX_BYTES, _KEY), _KEY + path)
-            found, self._shards = manifest.made_from, manifest.shards
-            other = sorted(key for key in made_from.keys() | found.keys() if found.get(key) != made_from.get(key))
+            recorded, self._shards = manifest.made_from, manifest.shards
+            other = sorted(key for key in made_from.keys() | recorded.keys() if recorded.get(key) != made_from.get(key))
             if other:
                 raise InputError(
                     f"pretrain.features: {folder} was made from another {', '.join(other)}; name or empty a folder"
@@ -92,13 +92,13 @@ class FeatureStore:
 
     def tokens(self) -> list[np.ndarray]:
         """Return what the policy wrote in each row, int32: its response but for an environment's tokens."""
-        found = []
+        texts = []
         for number in range(len(self._shards)):
             with self._shard(number) as file:
                 names = "tokens", "environment", "prompt_length", "length"
                 parts = zip(*(file.get_tensor(name) for name in names))
-            found += [row[start:end][~written[start:end]] for row, written, start, end in parts]
-        return found
+            texts += [row[start:end][~written[start:end]] for row, written, start, end in parts]
+        return texts
 
     def _shard(self, number: int) -> safetensors.safe_open:
         """Open a shard. Raises InputError where it is missing, damaged, or not as the manifest says."""

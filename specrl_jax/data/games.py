@@ -31,14 +31,14 @@ def guess(rng: np.random.Generator, error_rate: float, guesses: int = 4) -> Prob
     """
     number, low, high, turns = int(rng.integers(LARGEST + 1)), 0, LARGEST, list[str]()
     for _ in range(guesses):
-        said = int(rng.integers(LARGEST + 1)) if rng.random() < error_rate else (low + high) // 2
-        turns.append(f"{said}")
-        if said == number:
+        number_guessed = int(rng.integers(LARGEST + 1)) if rng.random() < error_rate else (low + high) // 2
+        turns.append(f"{number_guessed}")
+        if number_guessed == number:
             break
-        if said < number:
-            low, answer = max(low, said + 1), ">"
+        if number_guessed < number:
+            low, answer = max(low, number_guessed + 1), ">"
         else:
-            high, answer = min(high, said - 1), "<"
+            high, answer = min(high, number_guessed - 1), "<"
         turns[-1] += f"{TURN_END}[{answer}]"
     solution = "".join(turns).removesuffix(f"{TURN_END}[>]").removesuffix(f"{TURN_END}[<]")
     # A number of the game's own, which says nothing: a prompt decides whether it is for training.

@@ -50,7 +50,7 @@ def parquet_rows(path: str, columns: Collection[str] | None, longest: int) -> It
         for leaf, own in zip(leaves, chunks)
         if leaf.physical_type == "BYTE_ARRAY" and all(KEPT.issuperset(chunk.encodings) for chunk in own)
     ]
-    known: dict[str, str] = {}
+    long_texts: dict[str, str] = {}
     with pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -60,7 +60,7 @@ def parquet_rows(path: str, columns: Collection[str] | None, longest: int) -> It
                 continue
             for batch in file.iter_batches(count, row_groups=[number], columns=names, use_threads=False):
                 for row, large in _batch_rows(batch, plain, longest):
-                    yield {name: _shared(value, known) for name, value in row.items()}, large
+                    yield {name: _shared(value, long_texts) for name, value in row.items()}, large
 
 
 def _rows_at_once(group: pyarrow.parquet.RowGroupMetaData, leaves: list[Any], names: list[str]) -> int:
@@ -122,10 +122,10 @@ def _sizes(array: pyarrow.Array) -> np.ndarray:
     return np.full(len(array), OBJECT + array.nbytes // max(1, len(array)), np.int64)
 
 
-def _shared(value: Any, known: dict[str, str]) -> Any:
+def _shared(value: Any, texts: dict[str, str]) -> Any:
     """Return a value whose long texts are those in `known`, to which it adds its own: equal ones take memory once."""
     if isinstance(value, str):
-        return known.setdefault(value, value) if len(value) > SHARED else value
+        return texts.setdefault(value, value) if len(value) > SHARED else value
     if isinstance(value, dict):
-        return {key: _shared(inner, known) for key, inner in value.items()}
-    return [_shared(inner, known) for inner in value] if isinstance(value, list) else value
+        return {key: _shared(inner, texts) for key, inner in value.items()}
+    return [_shared(inner, texts) for inner in value] if isinstance(value, list) else value

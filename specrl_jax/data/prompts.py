@@ -57,8 +57,8 @@ class PromptFormat:
         try:
             return tokenizer.apply_chat_template(messages, self.thinking)
         except InputError as error:
-            own = "; message 1 is data.system" if len(messages) > len(prompt) else ""
-            raise InputError(f"{error}{own}") from None
+            hint = "; message 1 is data.system" if len(messages) > len(prompt) else ""
+            raise InputError(f"{error}{hint}") from None
 
     def messages(self, prompt: Messages) -> Messages:
         """Return chat messages with `system` before them, a PromptText, where they have no system message."""
@@ -91,16 +91,16 @@ class Counts:
             "end with an assistant's message, which the policy continues": self.continued,
             "hold their own answer in an assistant's message": self.solved,
         }
-        said = "".join(f"; {count:,} {what}" for what, count in counted.items() if count)
-        return f"{path}: {self.kept:,} of {total:,} prompts; left out: {out}{said}"
+        remarks = "".join(f"; {count:,} {what}" for what, count in counted.items() if count)
+        return f"{path}: {self.kept:,} of {total:,} prompts; left out: {out}{remarks}"
 
     def keep(self, problem: Problem, special: bool) -> Problem:
         """Count what is said of a problem that is kept, and return it."""
-        said = [m["content"] for m in problem.messages if common_role(m["role"]) == "assistant"]
+        answers = [m["content"] for m in problem.messages if common_role(m["role"]) == "assistant"]
         answer = re.compile(rf"(?<!\w){re.escape(problem.answer.strip())}(?!\w)")
         self.special += special
         self.continued += ends_with_answer(problem.messages)
-        self.solved += any(map(answer.search, said))
+        self.solved += any(map(answer.search, answers))
         return problem
 
 
@@ -289,7 +289,7 @@ def _solution(content: dict[str, object], schema: Schema) -> str:
 
 def split_paths(paths: str, key: str) -> list[str]:
     """Split paths at commas. Raises InputError naming the config's `key` if there is none."""
-    found = [path.strip() for path in paths.split(",") if path.strip()]
-    if not found:
+    split = [path.strip() for path in paths.split(",") if path.strip()]
+    if not split:
         raise InputError(f"{key}={paths!r} names no file")
-    return found
+    return split

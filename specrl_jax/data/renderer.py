@@ -100,6 +100,6 @@ class Renderer:
 @functools.cache
 def renderer() -> Renderer:
     """Return the process of this one, shared by all templates: each start takes half a second."""
-    shared = Renderer()
-    atexit.register(shared.close)
-    return shared
+    process = Renderer()
+    atexit.register(process.close)
+    return process

@@ -55,11 +55,11 @@ def find_schemas(names: str, fallback: Schema, count: int, *, key: str) -> Seque
 
     Raises InputError naming the config's `key`, also where one is still AUTO.
     """
-    wanted = schema_names(names, count, key)
-    if AUTO in wanted:
+    chosen = schema_names(names, count, key)
+    if AUTO in chosen:
         raise InputError(f"{key}={names}: task=train, evaluate, benchmark and draft_pretrain find it; name the schema")
-    known = SCHEMAS | {"": fallback, KEYS: fallback}
-    return [known[name] for name in wanted]
+    schemas = SCHEMAS | {"": fallback, KEYS: fallback}
+    return [schemas[name] for name in chosen]
 
 
 def schema_names(names: str, count: int, key: str) -> list[str]:
@@ -67,13 +67,13 @@ def schema_names(names: str, count: int, key: str) -> list[str]:
 
     Raises InputError naming the config's `key`.
     """
-    wanted = [name.strip() for name in names.split(",")]
-    if len(wanted) not in (1, count):
+    chosen = [name.strip() for name in names.split(",")]
+    if len(chosen) not in (1, count):
         raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
-    for name in wanted:
+    for name in chosen:
         if name not in (*SCHEMAS, "", KEYS, AUTO):
             raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
-    return wanted * count if len(wanted) == 1 else wanted
+    return chosen * count if len(chosen) == 1 else chosen
 
 
 def detect_schema(path: str, fallback: Schema, key: str) -> str:

@@ -1,7 +1,6 @@
 """Resumable batches of problems from built-in tasks and files, through grain."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import grain
 
@@ -9,13 +8,7 @@ from specrl_jax.data.problem import Problem
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.errors import InputError
 
-
-class Source(Protocol):
-    """Random access to problems: a TaskSource, or the list of a file."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Problem: ...
+Source = TaskSource | Sequence[Problem]
 
 
 class ProblemStream:
@@ -36,7 +29,8 @@ class ProblemStream:
         if not weights and len(sources) > 1:
             sources = [[source[i] for source in sources for i in range(len(source))]]
         # One seed per source: files of equal length must not be shuffled alike.
-        parts = [_shuffled(source, seed + 7919 * i) for i, source in enumerate(sources)]
+        parts = [grain.MapDataset.source(source).seed(seed + 7919 * i) for i, source in enumerate(sources)]
+        parts = [p if isinstance(source, TaskSource) else p.shuffle().repeat() for p, source in zip(parts, sources)]
         dataset = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, list(weights))
         # One thread and little prefetch: a step takes seconds, a problem microseconds.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=batch_size)
@@ -53,8 +47,3 @@ class ProblemStream:
     @position.setter
     def position(self, state: dict[str, object]) -> None:
         self._iterator.set_state(state)
-
-
-def _shuffled(source: Source, seed: int) -> grain.MapDataset:
-    dataset = grain.MapDataset.source(source).seed(seed)
-    return dataset if isinstance(source, TaskSource) else dataset.shuffle().repeat()

@@ -51,12 +51,12 @@ def rendered(build: Callable[[list[str]], str], texts: Sequence[str], special: S
     find it: it sees one private character instead. A special token that is put together from the end of a text and
     what the template writes after it is not recognised.
     """
-    found = [literal_spans(text, special) for text in texts]
-    names = sorted({text[a:b] for text, spans in zip(texts, found) for a, b in spans})
+    spans_of_texts = [literal_spans(text, special) for text in texts]
+    names = sorted({text[a:b] for text, spans in zip(texts, spans_of_texts) for a, b in spans})
     if not names:
         return PromptText(build(list(texts)))
     stand_ins = dict(zip(names, unused_characters("".join(texts))))
-    hidden = build([_replaced(text, spans, stand_ins) for text, spans in zip(texts, found)])
+    hidden = build([_replaced(text, spans, stand_ins) for text, spans in zip(texts, spans_of_texts)])
     back, out, literal, length = {c: name for name, c in stand_ins.items()}, [], [], 0
     for part in re.split(f"([{''.join(back)}])", hidden):
         out.append(back.get(part, part))

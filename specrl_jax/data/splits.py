@@ -35,20 +35,20 @@ def data_files(path: str, key: str) -> list[str]:
     Raises:
       InputError: where there is none, naming what there is.
     """
-    folder, wanted = _folder_and_split(path)
+    folder, split = _folder_and_split(path)
     if not folder:
         # What is no file, as a named pipe, is refused where it is read.
         if os.path.exists(path):
             return [path]
         raise InputError(f"{key}: no file '{path}'{_how_to_get(path)}")
     splits = folder_splits(folder, key)
-    for name in (wanted,) if wanted else DEFAULT_SPLITS.get(key, ("train",)):
+    for name in (split,) if split else DEFAULT_SPLITS.get(key, ("train",)):
         if name in splits:
             return splits[name]
-    if not wanted and [*splits] == [""] and key == "data.path":
+    if not split and [*splits] == [""] and key == "data.path":
         return splits[""]
     there = ", ".join(sorted(filter(None, splits))) or "none"
-    needed = f"'{wanted}'" if wanted else " or ".join(DEFAULT_SPLITS.get(key, ("train",)))
+    needed = f"'{split}'" if split else " or ".join(DEFAULT_SPLITS.get(key, ("train",)))
     raise InputError(f"{key}: '{folder}' has no split {needed}; there are {there}: {folder}:SPLIT names one")
 
 
@@ -64,22 +64,22 @@ def folder_splits(folder: str, key: str) -> dict[str, list[str]]:
 
     Raises InputError for a folder without data, and for one with several data sets.
     """
-    found = sorted(
+    files = sorted(
         os.path.relpath(os.path.join(place, name), folder)
         for place, _, names in os.walk(folder)
         for name in names
         if name.endswith(KINDS)
     )
-    if not found:
+    if not files:
         named = ", ".join(f"*{kind}" for kind in KINDS)
         raise InputError(f"{key}: '{folder}' holds no files {named}; a *.json file is read where it is named itself")
-    sets = {file.split(os.sep)[0] if os.sep in file else "" for file in found}
+    sets = {file.split(os.sep)[0] if os.sep in file else "" for file in files}
     sets = {"" if name == "data" or _canonical(name) else name for name in sets}
     if len(sets) > 1:
-        some = " or ".join(sorted(os.path.join(folder, name) for name in sets if name))
-        raise InputError(f"{key}: '{folder}' holds several data sets; name one: {some}")
+        named_sets = " or ".join(sorted(os.path.join(folder, name) for name in sets if name))
+        raise InputError(f"{key}: '{folder}' holds several data sets; name one: {named_sets}")
     splits: dict[str, list[str]] = {}
-    for file in found:
+    for file in files:
         splits.setdefault(_split_of(file), []).append(os.path.join(folder, file))
     return splits
 

@@ -110,8 +110,8 @@ def render(source: str, messages: list[dict[str, Any]], **variables: object) -> 
 
     `variables`: add_generation_prompt, the texts of special tokens, and what the user gives.
     """
-    said = [_with_reasoning(message) for message in messages]
-    return compiled(source).render(messages=said, tools=None, documents=None, **variables)
+    readable = [_with_reasoning(message) for message in messages]
+    return compiled(source).render(messages=readable, tools=None, documents=None, **variables)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

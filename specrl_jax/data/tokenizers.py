@@ -182,13 +182,13 @@ class HFTokenizer:
         decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
         if "ByteLevel" not in (decoder.get("type"), *(part["type"] for part in decoder.get("decoders", []))):
             raise InputError(f"{_KEY}what a token adds to a text is known of byte-level tokenizers only")
-        found, of_character = [b""] * self.vocab_size, _byte_of_character()
+        bytes_of_tokens, of_character = [b""] * self.vocab_size, _byte_of_character()
         for text, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
-                found[i] = b"" if i in self.control else added[i].content.encode()
+                bytes_of_tokens[i] = b"" if i in self.control else added[i].content.encode()
             else:
-                found[i] = bytes(of_character[character] for character in text)
-        return found
+                bytes_of_tokens[i] = bytes(of_character[character] for character in text)
+        return bytes_of_tokens
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         """Return `ChatTemplate.prompt`; `thinking` is Qwen3's enable_thinking."""
@@ -230,8 +230,8 @@ class HFTokenizer:
     def _find_eos(self, folder: str) -> tuple[int, ...]:
         ids: list[int | None] = []
         for name in ("generation_config.json", "config.json"):
-            found = _read_optional(EndOfText, folder, name).eos_token_id
-            ids += found if isinstance(found, list) else [found]
+            eos = _read_optional(EndOfText, folder, name).eos_token_id
+            ids += eos if isinstance(eos, list) else [eos]
         ids.append(self._token_id("eos_token"))
         unique = tuple(dict.fromkeys(i for i in ids if i is not None))
         if not unique:
@@ -304,16 +304,16 @@ def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     A token that completes a character has all of it, and one that completes none has ''. What precedes a token may
     change its text (a leading space), so it is decoded together with the tokens before it.
     """
-    texts, start, end, known = list[str](), 0, 0, ""
+    texts, start, end, decoded = list[str](), 0, 0, ""
     for i in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:i])
         # Bytes that are no whole character yet decode to U+FFFD; those of the last token are shown so.
         if text.endswith("\ufffd") and i < len(ids):
             texts.append("")
             continue
-        texts.append(text[len(known) :])
+        texts.append(text[len(decoded) :])
         start, end = end, i
-        known = tokenizer.decode(ids[start:end])
+        decoded = tokenizer.decode(ids[start:end])
     return texts
 
 

@@ -34,11 +34,11 @@ class TurnFormat:
         """
         if not self._tokenizer.has_chat_template:
             return "".join(message["content"] for message in messages)
-        said = [{"role": message["role"], "content": message["content"]} for message in messages]
-        for message in said:
+        conversation = [{"role": message["role"], "content": message["content"]} for message in messages]
+        for message in conversation:
             if message["role"] == "system" and not any(text in message["content"] for text in data):
                 message["content"] = PromptText(message["content"])
-        return self._tokenizer.apply_chat_template(said, self._thinking)
+        return self._tokenizer.apply_chat_template(conversation, self._thinking)
 
     def tokens(self, messages: Sequence[Message], eos: bool = True) -> list[int]:
         """Return the tokens between a turn and the next one, at least one.
@@ -58,8 +58,8 @@ class TurnFormat:
         if not self._tokenizer.has_chat_template:
             text = "".join(self._template.replace("{message}", content) for content in contents)
             return self._tokenizer.encode(text)
-        first, *rest = self.separators(tuple(message["role"] for message in messages))
-        text = rendered(lambda texts: first + "".join(map("".join, zip(texts, rest))), contents, special)
+        first, *others = self.separators(tuple(message["role"] for message in messages))
+        text = rendered(lambda texts: first + "".join(map("".join, zip(texts, others))), contents, special)
         ended, *tokens = self._tokenizer.encode(text)
         if ended not in self._tokenizer.eos_ids:
             raise InputError("data.tokenizer: the chat template does not end a message with an end-of-text token")
@@ -72,9 +72,9 @@ class TurnFormat:
         Found by rendering a conversation whose contents are characters that nothing else has.
         """
         marks = [mark for mark, _ in zip(unused_characters(""), range(1 + len(roles)))]
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marks[0]}]
-        said += [{"role": role, "content": mark} for role, mark in zip(roles, marks[1:])]
-        text, parts = str(self._tokenizer.apply_chat_template(said, self._thinking)), list[str]()
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marks[0]}]
+        conversation += [{"role": role, "content": mark} for role, mark in zip(roles, marks[1:])]
+        text, parts = str(self._tokenizer.apply_chat_template(conversation, self._thinking)), list[str]()
         for mark in marks:
             before, found, text = text.partition(mark)
             if not found or mark in text:

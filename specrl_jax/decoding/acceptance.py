@@ -1,12 +1,15 @@
 """Running estimate of draft acceptance by position."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
 # In verifications: the weight of a prior, and the evidence below which old counts do not fade.
 PRIOR, FLOOR = 8.0, 64.0
+MEMORY = 2048.0  # verifications after which the weight of an observation has fallen to 1/e
 SPREAD_CHUNKS = 16  # chunks that the running mean of the overdispersion covers
 MAX_SQUARED_ERRORS = 36.0  # cap per chunk in that mean, so that one jump does not hide the next
 
@@ -16,21 +19,20 @@ def expected_tokens(accepted: np.ndarray | Sequence[float], k: int) -> np.ndarra
     return 1.0 + np.asarray(accepted, float)[..., :k].sum(axis=-1)
 
 
+@dataclasses.dataclass
 class AcceptanceEstimate:
-    """Estimates a_i, the share of verifications that accept draft i and all before it.
+    """Estimates a_i, the share of verifications that accept draft i and all before it; lists are by position i."""
 
-    Args:
-      positions: longest draft.
-      memory: verifications after which the weight of an observation has fallen to 1/e.
-    """
+    tries: list[float]  # verifications that accepted all drafts before draft i; earlier ones fade
+    hits: list[float]  # those of them that accepted draft i too
+    # Overdispersion: variance of a chunk's share of accepted first drafts, over that of independent verifications.
+    spread: float = 1.0
+    predicted: list[float] = dataclasses.field(default_factory=list)  # a_1, a_2, ... by the learner
 
-    def __init__(self, positions: int, memory: float) -> None:
-        # By position i: verifications that accepted all drafts before it, and those of them that accepted it too.
-        self.tries, self.hits = [0.0] * positions, [0.0] * positions
-        # Overdispersion: variance of a chunk's share of accepted first drafts, over that of independent verifications.
-        self.spread = 1.0
-        self.predicted: list[float] = []  # by the learner, cumulative
-        self._memory = memory
+    @classmethod
+    def of(cls, positions: int) -> Self:
+        """Return an estimate without observations, of drafts of up to so many tokens."""
+        return cls([0.0] * positions, [0.0] * positions)
 
     @property
     def unknown(self) -> bool:
@@ -70,7 +72,7 @@ class AcceptanceEstimate:
         for i, (hits, tries) in enumerate(zip(self.hits, self.tries)):
             jumped = jumped or (i < k and _jumped(accepted[i], reached[i], hits, tries, errors))
             # After a jump old counts are outdated, those of later positions too.
-            fade = max(math.exp(-verifications / self._memory), min(1.0, FLOOR / tries)) if tries else 0.0
+            fade = max(math.exp(-verifications / MEMORY), min(1.0, FLOOR / tries)) if tries else 0.0
             keep = 0.0 if jumped else fade
             self.hits[i] = keep * hits + (accepted[i] if i < k else 0)
             self.tries[i] = keep * tries + (reached[i] if i < k else 0)
@@ -93,6 +95,8 @@ def _squared_errors(accepted: float, reached: float, hits: float, tries: float) 
     if not reached or not tries:
         return 1.0
     share = (accepted + hits) / (reached + tries)
-    kept = (accepted, reached * share), (hits, tries * share)
+    agreed = (accepted, reached * share), (hits, tries * share)
     refused = (reached - accepted, reached * (1 - share)), (tries - hits, tries * (1 - share))
-    return 2 * sum(found * math.log(found / expected) for found, expected in (*kept, *refused) if found > 0)
+    return 2 * sum(
+        observed * math.log(observed / expected) for observed, expected in (*agreed, *refused) if observed > 0
+    )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.types import Draft
-from specrl_jax.core import Tree
+from specrl_jax.decoding.pages import pick
 from specrl_jax.decoding.state import Slots
 
 
@@ -30,12 +30,14 @@ class Admitted(NamedTuple):
     row: jax.Array  # [D, n] int32, among the rows of the shard
     offset: jax.Array  # [D, n] int32, 0: the row's last committed token; i: its draft i
     taken: jax.Array  # [D, n] bool, False: there are fewer drafts than the budget
-    place: jax.Array  # [D, B / D, k + 1] int32, where among the n a row's position is; anywhere if it is none of them
+    flat_index: (
+        jax.Array
+    )  # [D, B / D, k + 1] int32, of a row's position among the n; arbitrary where it is none of them
     admitted: jax.Array  # [B] int32, drafts of each row
 
 
 def admit(slots: Slots, draft: Draft, budget: int) -> Admitted:
-    """Admit the `budget` most valuable of each shard's drafts, of which it has at least as many places."""
+    """Admit the `budget` most valuable of each shard's drafts, of which it has at least as many."""
     (B, k), D = draft.tokens.shape, len(slots.pool.count)
     drafted = k if draft.num_drafted is None else draft.num_drafted
     # A token of the target follows the last draft, and none is committed beyond the limit.
@@ -50,20 +52,20 @@ def _most_valuable(worth: jax.Array, budget: int) -> Admitted:
     """Admit up to `budget` drafts of one shard by their worth [B, k]; negative: not drafted."""
     B, k = worth.shape
     # Among equals the first: the lower row, and of one row the earlier draft.
-    best, index = jax.lax.top_k(worth.reshape(-1), budget)
-    rows, drafts = jnp.arange(B, dtype=jnp.int32), best >= 0
-    row = jnp.concatenate([rows, index // k])
-    offset = jnp.concatenate([jnp.zeros_like(rows), 1 + index % k])
+    value, best = jax.lax.top_k(worth.reshape(-1), budget)
+    rows, drafts = jnp.arange(B, dtype=jnp.int32), value >= 0
+    row = jnp.concatenate([rows, best // k])
+    offset = jnp.concatenate([jnp.zeros_like(rows), 1 + best % k])
     taken = jnp.concatenate([jnp.ones(B, bool), drafts])
-    place = jnp.broadcast_to(rows[:, None], (B, k + 1))
-    place = place.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
-    return Admitted(row, offset, taken, place=place, admitted=jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
+    index = jnp.broadcast_to(rows[:, None], (B, k + 1))
+    index = index.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
+    return Admitted(row, offset, taken, flat_index=index, admitted=jnp.zeros(B, jnp.int32).at[best // k].add(drafts))
 
 
 def _confidences(slots: Slots, draft: Draft) -> jax.Array:
     """Return [B, k] float32 chances that each draft is kept if those before it are.
 
-    The drafter's own where it has some; else the draft's largest probability at each place. Of drafts without
+    The drafter's own where it has some; else the draft's largest probability at each position. Of drafts without
     probabilities, the share of the row's earlier ones that were kept, of those whose predecessors were.
     """
     if draft.logits is None and draft.confidence is not None:  # all rows are the drafter's own
@@ -91,18 +93,7 @@ def flat_inputs(slots: Slots, inputs: jax.Array, admitted: Admitted) -> tuple[ja
       inputs: [B, k + 1] int32, the last committed token of each row and its drafts.
     """
     running = inputs, jnp.where(slots.done, 0, slots.length), slots.table
-    tokens, length, table = of_shards(running, admitted.row)
+    tokens, length, table = jax.tree.map(lambda x: pick(x, admitted.row), running)
     offset = admitted.offset.reshape(-1)
     positions = jnp.where(admitted.taken.reshape(-1) & (length > 0), length - 1 + offset, -1)
     return jnp.take_along_axis(tokens, offset[:, None], axis=1), Paging(table, positions[:, None])
-
-
-def of_shards(tree: Tree, index: jax.Array) -> Tree:
-    """Return the entries `index` [D, ...] of arrays [D n, ...], each shard's among its own n: nothing moves between."""
-
-    def of_array(x: jax.Array) -> jax.Array:
-        parts = x.reshape(len(index), -1, *x.shape[1:])
-        found = jax.vmap(lambda part, index: part[index])(parts, index)
-        return found.reshape(-1, *found.shape[2:])
-
-    return jax.tree.map(of_array, tree)

@@ -5,17 +5,20 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
+from specrl_jax.serialize import Packed, pack, unpack
+
 COLLAPSED, RECOVERED = 0.5, 0.75  # shares of the expected accepted drafts
+ERROR = 1e-6  # chance of a false alarm in one decision
 
 
 @dataclasses.dataclass
 class Alarm:
     """Compares the accepted drafts of each step with the learner's prediction, and trips when half are missing.
 
-    Steps accumulate until they are decisive: until E = ln(1 / error) / 0.153 x `longest` accepted drafts were expected.
+    Steps accumulate until they are decisive: until E = ln(1 / ERROR) / 0.153 x `longest` accepted drafts were expected.
     By Chernoff's bound for independent verifications that accept 0 to `longest` drafts each, a healthy drafter falls
-    below half with chance at most `error`, one at a quarter of its prediction stays above half with chance at most
-    error ** 0.62, and one that accepts nothing is always detected.
+    below half with chance at most ERROR, one at a quarter of its prediction stays above half with chance at most
+    ERROR ** 0.62, and one that accepts nothing is always detected.
 
     A prediction that is not finite trips it at once: the draft's own outputs are not.
 
@@ -24,13 +27,10 @@ class Alarm:
     """
 
     longest: int  # most drafts that one verification can accept
-    error: float = 1e-6  # chance of a false alarm in one decision
-    patience: int = 1  # consecutive collapsed decisions that trip it
     tripped: bool = False  # while True, draft in probes only; they still call `observe`
     mean: float | None = None  # accepted drafts per verification, over decisions without a collapse
     realised: float = 0.0  # accepted drafts per verification, of the last decision
     expected: float = 0.0  # the same by the reference
-    collapses: int = 0  # consecutive
     pending: tuple[float, float, int] = (0.0, 0.0, 0)  # accepted, expected, verifications, since the last decision
     is_finite: bool = True  # the last prediction
 
@@ -60,17 +60,15 @@ class Alarm:
     @property
     def decisive(self) -> float:
         """Return the expected number of accepted drafts needed for one decision."""
-        return self.longest * math.log(1 / self.error) / (COLLAPSED * math.log(COLLAPSED) + 1 - COLLAPSED)
+        return self.longest * math.log(1 / ERROR) / (COLLAPSED * math.log(COLLAPSED) + 1 - COLLAPSED)
 
     def _decide(self) -> bool:
         collapsed = self.realised < COLLAPSED * self.expected
-        self.collapses = self.collapses + 1 if collapsed else 0
         if not collapsed and (not self.tripped or self.realised > RECOVERED * self.expected):
             # The mean must not follow a collapse.
             self.mean = self.realised if self.mean is None else 0.9 * self.mean + 0.1 * self.realised
         before = self.tripped
-        threshold = RECOVERED * self.expected
-        self.tripped = self.realised <= threshold if before else self.collapses >= self.patience
+        self.tripped = self.realised <= RECOVERED * self.expected if before else collapsed
         return self.tripped and not before
 
     def message(self) -> str:
@@ -88,9 +86,9 @@ class Alarm:
 
     def state(self) -> dict[str, object]:
         """Return the state as JSON values."""
-        return dataclasses.asdict(self) | {"pending": list(self.pending)}
+        return pack(self).values
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
         """Rebuild the alarm of `state`."""
-        return cls(**{**state, "pending": tuple(state["pending"])})
+        return unpack(cls, Packed(state, {}))

@@ -1,36 +1,20 @@
 """The sequences being decoded by one call of the engine: slots on the device, and the host's view of them."""
 
 import time
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import jax
 import numpy as np
 
 from specrl_jax.decoding.compiled import CompiledFunctions
-from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.preemption import PreemptedRow, first_columns
 from specrl_jax.decoding.records import joined_records, start_reading
 from specrl_jax.decoding.rollout_buffer import RolloutBuffer, rollout_fields
 from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
-from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
-from specrl_jax.decoding.stop_texts import StopTexts
-
-
-class EngineParts(Protocol[Params, Cache]):
-    """The part of an engine that a batch reads."""
-
-    @property
-    def config(self) -> EngineConfig: ...
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def stops(self) -> StopTexts | None: ...
-    @property
-    def compiled(self) -> CompiledFunctions[Params, Cache]: ...
+from specrl_jax.decoding.state import Cache, ChunkStatistics, Params
 
 
 class ActiveBatch(Generic[Params, Cache]):
@@ -38,7 +22,7 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def __init__(
         self,
-        engine: EngineParts[Params, Cache],
+        compiled: CompiledFunctions[Params, Cache],
         params: Params,
         scheduler: Scheduler,
         *,
@@ -48,21 +32,21 @@ class ActiveBatch(Generic[Params, Cache]):
         self.scheduler = scheduler
         self._finished = scheduler.finished.copy()  # [requests] bool
         self.reverify_seconds = 0.0
-        self._engine, self._params, self._seed = engine, params, seed
-        self.slots, self._carried = engine.compiled.empty(params)
+        self._compiled, self._params, self._seed = compiled, params, seed
+        self.slots, self._carried = compiled.empty(params)
         self._behind = 0.0  # most committed tokens of a row that the drafter's cache misses; inf: unknown
         self._chunks: list[DecodeChunk] = []
-        first = version.weights_version if engine.config.versions else None
-        self._buffer = RolloutBuffer(scheduler.total, engine.config.cache_length, first)
+        first = version.weights_version if compiled.config.versions else None
+        self._buffer = RolloutBuffer(scheduler.requests.total, compiled.config.cache_length, first)
         self._counted: np.ndarray | None = None  # [D] free pages, as far as they are known
         # Pages that an iteration of a row takes at most.
-        self._iteration_pages = -(-(engine.compiled.uncommitted + 1) // engine.config.page_tokens)
+        self._iteration_pages = -(-(compiled.uncommitted + 1) // compiled.config.page_tokens)
         self._preempted: list[PreemptedRow] = []  # the oldest first
 
     @property
     def is_finished(self) -> np.ndarray:
         """Return [R] bool: which of the rollouts that the call waits for are finished."""
-        return self._finished[: self.scheduler.asked]
+        return self._finished[: self.scheduler.requests.asked]
 
     @property
     def finished(self) -> int:
@@ -106,7 +90,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def _refill(self) -> None:
         """Start as many requests as there are slots and pages for, until one of them is preempted."""
         while (batch := self.scheduler.schedule(self._free, self._iteration_pages)) is not None:
-            refill = self._engine.compiled.refill
+            refill = self._compiled.refill
             self.slots, self._carried = refill(self._params, self.slots, self._carried, batch=batch)
             self._counted = None
             if batch.earlier_length is not None and np.any(batch.earlier_length):
@@ -118,21 +102,21 @@ class ActiveBatch(Generic[Params, Cache]):
         """Compact the batch where nothing waits for its slots."""
         scheduler = self.scheduler
         all_run = scheduler.running > 0 and not (scheduler.waiting or self._preempted)
-        for size in self._engine.compiled.sizes:
-            if all_run and scheduler.fits(size) and size < self.size and not self._engine.compiled.postponed(size):
+        for size in self._compiled.sizes:
+            if all_run and scheduler.fits(size) and size < self.size and not self._compiled.postponed(size):
                 self.compact_to(size)
 
     def _reverify(self) -> None:
         """Verify what earlier weights drew of the rows that have begun."""
-        start, config, unverified = time.perf_counter(), self._engine.config, True
+        start, config, unverified = time.perf_counter(), self._compiled.config, True
         while unverified:
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
-            self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
-            found = self._fetch(found)
-            self._counted, unverified = np.asarray(found.free), bool(found.unverified)
+            self.slots, statistics = self._compiled.reverify(self._params, self.slots, inputs)
+            statistics = self._fetch(statistics)
+            self._counted, unverified = np.asarray(statistics.free), bool(statistics.unverified)
             self._collect_mask()
-            self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
-            if found.short:
+            self._collect(np.flatnonzero((self.scheduler.owner != FREE) & statistics.done))
+            if statistics.short:
                 self._make_room()
         self._behind = float("inf")  # the drafter has not seen these tokens
         self.reverify_seconds += time.perf_counter() - start
@@ -145,7 +129,7 @@ class ActiveBatch(Generic[Params, Cache]):
         return self._counted
 
     def _fetch(self, tree: object) -> Any:
-        return self._engine.compiled.fetch(tree)
+        return self._compiled.fetch(tree)
 
     def _make_room(self) -> None:
         """Preempt the youngest rows of shards whose next iteration might lack pages, until it has them."""
@@ -154,8 +138,8 @@ class ActiveBatch(Generic[Params, Cache]):
             while self._free[shard] < pages * (running := scheduler.running_by_shard[shard]) and running > 1:
                 self._preempt(scheduler.youngest(shard))
 
-    def _call(self, name: str, *rest: object) -> Any:
-        return self._engine.compiled.preempt(name, self._params, self.slots, *rest)
+    def _call(self, name: str, *arguments: object) -> Any:
+        return self._compiled.preempt(name, self._params, self.slots, *arguments)
 
     def _preempt(self, row: int, copy: bool = True) -> None:
         """Copy a row to the host and free its pages; without `copy` what they hold is lost."""
@@ -184,7 +168,7 @@ class ActiveBatch(Generic[Params, Cache]):
             for first, contents in zip(first_columns(pages), preempted.pages):
                 self.slots = self._call("write_pages", number, first, contents)
             self._preempted = [other for other in self._preempted if other is not preempted]
-            self.scheduler.place(rows[:1], np.array([preempted.request]))
+            self.scheduler.assign(rows[:1], np.array([preempted.request]))
             self._counted = None
             # It may have been preempted after a chunk without drafts.
             self._behind = float("inf")
@@ -196,14 +180,13 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def compact_to(self, size: int) -> None:
         """Compact the batch to `size` rows, through every compiled size on the way."""
-        compiled = self._engine.compiled
-        for smaller in compiled.sizes:
+        for smaller in self._compiled.sizes:
             if size <= smaller < self.size:
-                self.slots = compiled.compact(self._params, self.slots, self.scheduler.keep_rows(smaller))
+                self.slots = self._compiled.compact(self._params, self.slots, self.scheduler.keep_rows(smaller))
 
     def decode(self, choice: Choice) -> tuple[DecodeChunk, ChunkStatistics]:
         """Run one chunk; it ends early when slots can be refilled or the batch can be compacted."""
-        k, config = choice.k, self._engine.config
+        k, config = choice.k, self._compiled.config
         running, length = self.active, self._fetch(self.slots.length)
         iterations = min(choice.iterations or config.chunk, config.chunk)
         switch_seconds = 0.0
@@ -240,20 +223,24 @@ class ActiveBatch(Generic[Params, Cache]):
         jax.block_until_ready((self.slots, self._carried))
         start = time.perf_counter()
         inputs = chunk_inputs(
-            self._seed, iterations, self._engine.config.shards, stop_at_rows=self._stop_at_rows(), sync_cache=sync_cache
+            self._seed,
+            iterations,
+            self._compiled.config.shards,
+            stop_at_rows=self._stop_at_rows(),
+            sync_cache=sync_cache,
         )
-        self.slots, statistics = self._engine.compiled.decode(self._params, self.slots, k, inputs=inputs)
+        self.slots, statistics = self._compiled.decode(self._params, self.slots, k, inputs=inputs)
         statistics = self._fetch(statistics)
         return statistics, time.perf_counter() - start
 
     def _stop_at_rows(self) -> np.ndarray:
         """Return of each shard [D] the running rows at which it stops: enough for a refill, or for a smaller batch."""
-        config, running = self._engine.config, np.asarray(self.scheduler.running_by_shard)
+        config, running = self._compiled.config, np.asarray(self.scheduler.running_by_shard)
         if self.scheduler.waiting or self._preempted:
             # Where pages, not slots, are what is short, fewer rows run than there are slots.
             free = max(1, config.refill_rows // config.shards)
             return np.maximum(0, np.minimum(self.size // config.shards - free, running - 1))
-        smaller = next((size for size in self._engine.compiled.sizes if size < self.scheduler.running), 0)
+        smaller = next((size for size in self._compiled.sizes if size < self.scheduler.running), 0)
         # A shard that would fit already goes on: it would wait for those that do not.
         return np.where(running > smaller // config.shards, smaller // config.shards, 0)
 
@@ -275,7 +262,7 @@ class ActiveBatch(Generic[Params, Cache]):
             return
         self._copy(rows)
         self._collect_records(rows)
-        if self._engine.config.turns:  # the device keeps the pages of rows that end
+        if self._compiled.config.turns:  # the device keeps the pages of rows that end
             for row in rows:
                 self.slots = self._call("drop_row", np.int32(row))
             self._counted = None
@@ -283,35 +270,35 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _copy(self, rows: np.ndarray) -> None:
         """Copy the rollouts of some rows to the host."""
-        found = self._fetch(rollout_fields(self.slots))
-        self._buffer.store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
+        fields = self._fetch(rollout_fields(self.slots))
+        self._buffer.store(self.scheduler.owner[rows], {name: values[rows] for name, values in fields.items()})
 
     def take_weights(self, params: Params, version: WeightsVersion) -> None:
         """Go on with other weights; keys and values of earlier tokens stay those of the weights that made them."""
         self._params = params
-        if self._engine.config.versions:
+        if self._compiled.config.versions:
             self._buffer.drawn_by(version.weights_version, self._lengths())
 
     def _lengths(self) -> dict[int, int]:
         """Return the committed tokens of the requests that are not finished; 0 of those that have not begun."""
-        found = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
+        lengths = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
         length = self._fetch(self.slots.length)
-        found |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
-        return found | {preempted.request: int(preempted.row.length) for preempted in self._preempted}
+        lengths |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
+        return lengths | {preempted.request: int(preempted.row.length) for preempted in self._preempted}
 
     def _running_rows(self) -> np.ndarray:
         return np.flatnonzero(self.scheduler.owner != FREE)
 
     def _collect_records(self, rows: np.ndarray) -> None:
         """Copy what was recorded of finished rollouts to the host; of those that the call waits for."""
-        rows = rows[self.scheduler.owner[rows] < self.scheduler.asked]
+        rows = rows[self.scheduler.owner[rows] < self.scheduler.requests.asked]
         if self.slots.last_pages is None or not len(rows):
             return
-        requests, config, pages = self.scheduler.owner[rows], self._engine.config, self._fetch(self.slots.last_pages)
+        requests, config, pages = self.scheduler.owner[rows], self._compiled.config, self._fetch(self.slots.last_pages)
         shard = (rows // (self.size // config.shards)).astype(np.int32)
 
         def read(shard: np.ndarray, pages: np.ndarray) -> jax.Array:
-            return self._engine.compiled.read_records(self._params, self.slots, shard, pages=pages)
+            return self._compiled.read_records(self._params, self.slots, shard, pages=pages)
 
         length = self._buffer.values["length"][requests]
         parts = start_reading(read, shard, pages[rows], length=length, config=config)
@@ -325,8 +312,10 @@ class ActiveBatch(Generic[Params, Cache]):
         for request, row, _ in self._preempted:
             self._buffer.store_row(request, row)
         for request in self._buffer.not_begun():
-            number = int(self.scheduler.ids(np.array(request)))
-            self._buffer.store_prompt(request, number, self.scheduler.prompt(request), pad_id=self._engine.pad_id)
+            number = int(self.scheduler.requests.ids(np.array(request)))
+            self._buffer.store_prompt(
+                request, number, self.scheduler.requests.prompt(request), pad_id=self._compiled.functions.pad_id
+            )
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
         """Return the rollouts that the call waits for, `samples` per prompt; call `collect_unfinished` before.
@@ -334,11 +323,11 @@ class ActiveBatch(Generic[Params, Cache]):
         Args:
           version: of the weights that the call began with.
         """
-        engine = self._engine
+        functions = self._compiled.functions
         return self._buffer.rollouts(
-            self.is_finished, samples, version, chunks=self._chunks, eos_ids=engine.eos_ids, stops=engine.stops
+            self.is_finished, samples, version, chunks=self._chunks, eos_ids=functions.eos_ids, stops=functions.stops
         )
 
     def lookahead_texts(self) -> dict[int, np.ndarray]:
         """Return id -> int32 response so far, of rollouts that the call does not wait for; as `rollouts` does."""
-        return self._buffer.responses(range(self.scheduler.asked, self.scheduler.total))
+        return self._buffer.responses(range(self.scheduler.requests.asked, self.scheduler.requests.total))

@@ -3,91 +3,59 @@
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol
 
-from specrl_jax.decoding.batch import ActiveBatch, EngineParts
+from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.broadcast import Broadcast
-from specrl_jax.decoding.controller import Choice
-from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
+from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
-from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.decoding.state import Cache, Params
 
 # Every length is timed for so many iterations, so often; no further round begins after so many seconds at a batch size.
 # The minimum counts: disturbances only add time, and matter where iterations are short.
 ITERATIONS, ROUNDS, SECONDS = 4, 5, 0.5
 
 
-class CalibratedEngine(EngineParts[Params, Cache], Protocol[Params, Cache]):
-    """The part of an engine that calibration reads."""
-
-    @property
-    def agree(self) -> Broadcast: ...
-    @property
-    def sampling(self) -> Sampling: ...
-
-
 def calibrate(
-    engine: CalibratedEngine[Params, Cache],
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    *,
-    samples: int,
+    make_batch: Callable[[], ActiveBatch],
+    sizes: Sequence[int],
     lengths: DraftLengthPolicy,
-    seed: int,
+    *,
+    agree: Broadcast,
     after_chunk: Callable[[], None],
 ) -> None:
-    """Time an iteration of every (batch size, draft length) that `lengths` has no cost for, and tell it.
+    """Time an iteration of every (batch size, draft length) that `lengths` has no cost for, and pass the times to it.
 
-    A call's own seconds, which are those of a short chunk beyond its iterations, are told apart. The rollouts are of
-    these prompts, in all slots, so the times are those of a full batch. From the largest size down one batch serves for
-    all, until rows of it end.
+    The fixed seconds of a call, which a short chunk shows, are measured apart. All slots run. One batch serves all
+    sizes, the largest first, until rows of it end.
 
     Args:
+      make_batch: makes a batch of throwaway rollouts, enough for all slots.
       after_chunk: called after each chunk; what it raises ends the calibration.
     """
-    throwaway = _Throwaway(engine, params, prompts, samples=samples, seed=seed)
-    for size in engine.compiled.sizes:
+    throwaway = _Throwaway(make_batch)
+    for size in sizes:
         if not (unmeasured := lengths.unmeasured(size)):
             continue
         calls = []
-        for k, chunks in _timed(throwaway, size, unmeasured, engine.agree, after_chunk).items():
+        for k, chunks in _timed(throwaway, size, unmeasured, agree, after_chunk).items():
             call, seconds, live = call_and_iteration(chunks)
             lengths.calibrate(size, k, seconds, live=live)
             calls.append(call)
         lengths.calibrate_calls(size, statistics.median(calls))
 
 
-class _Throwaway(Generic[Params, Cache]):
+class _Throwaway:
     """A batch of rollouts that nobody asked for, made anew where too few of them still run."""
 
-    def __init__(
-        self,
-        engine: CalibratedEngine[Params, Cache],
-        params: Params,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        seed: int,
-    ) -> None:
-        self._engine, self._params, self._seed = engine, params, seed
-        slots = engine.config.num_slots
-        cycled = [prompts[j % len(prompts)] for j in range(-(-slots // samples))]
-        self._prompts, self._samples = cycled, samples
-        self._batch: ActiveBatch[Params, Cache] | None = None
+    def __init__(self, make_batch: Callable[[], ActiveBatch]) -> None:
+        self._make_batch = make_batch
+        self._batch: ActiveBatch | None = None
 
     def decode(self, size: int, choice: Choice) -> DecodeChunk:
         """Run one chunk of `size` rows."""
         if self._batch is None or (self._batch.finished and self._batch.scheduler.running < size):
             self._batch = None  # with its cache, before another one is made
-            engine = self._engine
-            scheduler = Scheduler(
-                engine.config, engine.pad_id, self._prompts, samples=self._samples, sampling=engine.sampling
-            )
-            self._batch = ActiveBatch(self._engine, self._params, scheduler, seed=self._seed)
+            self._batch = self._make_batch()
             self._batch.prepare()
-            self._seed += 1
         self._batch.compact_to(size)
         return self._batch.decode(choice)[0]
 

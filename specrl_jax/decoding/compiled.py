@@ -1,8 +1,8 @@
 """The compiled functions of an engine: which exist, when they are compiled, and how long that took.
 
-A call compiles what it may want before it begins, so that its seconds are its own. In a training run it compiles what
-its first chunk runs: the rest, smaller batches and other draft lengths, beside the rollouts, and who wants a program
-sooner waits for it.
+A call compiles its programs before it begins, so that its time excludes compilation. A training run first compiles only
+those of its first chunk. Those of smaller batches and other draft lengths compile in the background; a call that needs
+one sooner waits for it.
 """
 
 import concurrent.futures
@@ -18,10 +18,9 @@ import numpy as np
 from specrl_jax.core import compiler_options
 from specrl_jax.decoding.decode import ChunkInputs
 from specrl_jax.decoding.extend import Extension
-from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.programs import PREEMPTION, EnginePrograms, Program
 from specrl_jax.decoding.reverify import Reverified
-from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
+from specrl_jax.decoding.state import Cache, ChunkStatistics, Params, PrefillBatch, Prompts, Slots
 
 # Programs compiled at once: at 8B each takes about a GB of the host's memory meanwhile.
 MOST_THREADS = 8
@@ -35,23 +34,15 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
     Attributes:
       on_begin: called with the programs that a call waits for, before they are compiled.
       on_program: called with each program that a call of the engine compiled, and its seconds.
-      beside: whether calls begin before all that they may want is compiled.
+      beside: whether calls begin before all of their programs are compiled.
       stays_large: whether a batch stays as it is while the programs of a smaller one compile, where `beside`; else it
         waits for them, and its bits do not depend on the clock.
       spare: set once a first call leaves a thread of `compile_all` free.
     """
 
-    def __init__(
-        self,
-        functions: EngineFunctions[Params, Cache],
-        config: EngineConfig,
-        lengths: tuple[int, ...],
-        *,
-        shardings: Slots,
-        prompt_shardings: Prompts,
-    ) -> None:
-        """Take the arguments of `EnginePrograms`. Compiles nothing."""
-        super().__init__(functions, config, lengths, shardings=shardings, prompt_shardings=prompt_shardings)
+    def __post_init__(self) -> None:
+        """Compile nothing."""
+        super().__post_init__()
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
         self.on_begin: Callable[[list[Program]], None] = lambda programs: None
         self.on_program: Callable[[Program, float], None] = lambda program, seconds: None
@@ -132,7 +123,7 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         return finish
 
     def begin_next(self, params: Params, programs: Collection[Program]) -> None:
-        """Begin to compile, beside what goes on, the next of these programs; tell of those that are done.
+        """Start to compile the next of these programs in the background; report those that are done.
 
         Called between chunks: it is traced here, since a thread would not see settings that hold in this one only.
         """
@@ -156,7 +147,7 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         return self.beside and self.stays_large and not (decodes and Program("compact", size) in self._compiled)
 
     def _take(self, program: Program) -> None:
-        """Wait for a program that `begin_next` has begun, and tell of it."""
+        """Wait for a program that `begin_next` has started, and report it."""
         self._compiled[program] = self._compiling.pop(program).result()
         self.on_program(program, self.seconds[program])
 
@@ -193,9 +184,9 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         """Call `compact`."""
         return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
 
-    def preempt(self, name: str, params: Params, slots: Slots[Cache], *rest: object) -> Any:
+    def preempt(self, name: str, params: Params, slots: Slots[Cache], *arguments: object) -> Any:
         """Call one of PREEMPTION; those that return slots are given them donated."""
-        return self.get(Program(name, slots.done.shape[0]), params)(slots, *rest)
+        return self.get(Program(name, slots.done.shape[0]), params)(slots, *arguments)
 
     def fetch(self, tree: object) -> Any:
         """Return arrays on the host, whole in every process of the engine; all of them call it together."""
@@ -206,9 +197,9 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
 
     def read_records(self, params: Params, slots: Slots[Cache], shard: np.ndarray, *, pages: np.ndarray) -> jax.Array:
         """Call `read_records` on the slots' pool."""
-        assert self._functions.recorded is not None, "something is recorded"
+        assert self.functions.recorded is not None, "something is recorded"
         program = self.get(Program("read_records", self.sizes[0]), params)
-        return program(self._functions.recorded(slots.cache), shard, pages)
+        return program(self.functions.recorded(slots.cache), shard, pages)
 
     def get(self, program: Program, params: Params) -> Callable:
         """Return the compiled function of a program."""

@@ -57,12 +57,13 @@ def join(partial: Rollouts, new: Rollouts) -> Rollouts:
 
     Args:
       partial: rollouts of earlier calls, each one of `new` by its id.
-      new: of a finished one nothing; of the others what this call counted, and of their earlier tokens those that it
-        came to: it may have ended before one started, or while its keys and values were computed.
+      new: rollouts of this call. A finished one has nothing new. The others have this call's counts, and those of their
+        earlier tokens that the call reached: it may have ended before one started, or while its keys and values were
+        computed.
     """
     partial = partial.take(partial.finished | (partial.response_length > 0))  # those that have begun
-    place = {number: row for row, number in enumerate(new.rollout_id.tolist())}
-    rows = np.array([place[number] for number in partial.rollout_id.tolist()], int)
+    row_of = {number: row for row, number in enumerate(new.rollout_id.tolist())}
+    rows = np.array([row_of[number] for number in partial.rollout_id.tolist()], int)
     values = {name: value.copy() for name, value in vars(new).items() if name != "chunks"}
     for name in _OF_THE_START:
         values[name][rows] = getattr(partial, name)
@@ -79,8 +80,8 @@ def join(partial: Rollouts, new: Rollouts) -> Rollouts:
     for row, mask in zip(rows, partial.masks(), strict=True):
         masks[row] = np.concatenate([mask, masks[row]])
     # Of one that went on, all tokens have been in a forward of this call.
-    experts, known = new.experts_by_rollout(), partial.experts_by_rollout()
+    experts, earlier_experts = new.experts_by_rollout(), partial.experts_by_rollout()
     for i in np.flatnonzero(partial.finished):
-        experts[rows[i]] = known[i]
+        experts[rows[i]] = earlier_experts[i]
     joined = {"mask_ids": np.concatenate(masks), "experts": stack_experts(experts)}
     return Rollouts(**values | joined, chunks=partial.chunks + new.chunks)

@@ -9,7 +9,7 @@ a slope, which is measured of each length over all batch sizes.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Self
 
 SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to the others; for the common level
 PAIRED = 3  # chunks after a change of length that compare the two
@@ -35,21 +35,25 @@ class _SizeCosts:
         return _typical(self.recent)
 
 
+@dataclasses.dataclass
 class CostEstimate:
-    """Estimates what an iteration costs.
+    """Estimates what an iteration costs; lists are by draft length where nothing else is said."""
 
-    Args:
-      lengths: draft lengths, ascending.
-      sizes: batch sizes.
-    """
+    lengths: list[int]  # ascending
+    sizes: list[int]
+    by_size: list[_SizeCosts]
+    slopes: list[list[list[float]]]  # from two chunks of one size: [change of live tokens, seconds per live token]
+    slope: list[float]  # seconds that a live token adds to an iteration
+    new_pairs: int = 0  # of chunks, since `slope` was last computed
 
-    def __init__(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
-        self._lengths = tuple(lengths)
-        self._sizes = {size: _SizeCosts([[] for _ in lengths]) for size in sizes}
-        # By length, from two chunks of one size: [change of live tokens, seconds per iteration and live token].
-        self._slopes: list[list[list[float]]] = [[] for _ in lengths]
-        self._slope = [0.0] * len(lengths)  # what a live token adds to an iteration, seconds
-        self._new_pairs = 0  # measured since then
+    @classmethod
+    def of(cls, lengths: Sequence[int], sizes: Sequence[int]) -> Self:
+        """Return an estimate without observations, of draft lengths and batch sizes."""
+        by_size = [_SizeCosts([[] for _ in lengths]) for _ in sizes]
+        return cls(list(lengths), list(sizes), by_size, slopes=[[] for _ in lengths], slope=[0.0] * len(lengths))
+
+    def _of_size(self, size: int) -> _SizeCosts:
+        return self.by_size[self.sizes.index(size)]
 
     def seconds(self, size: int, tokens: float) -> list[float]:
         """Return seconds per iteration of every length: linear between measured lengths, nan if none is measured.
@@ -57,27 +61,27 @@ class CostEstimate:
         Args:
           tokens: live tokens of all running rows.
         """
-        measures = self._sizes[size]
+        measures = self._of_size(size)
         measured = [i for i, samples in enumerate(measures.samples) if samples]
-        known = {self._lengths[i]: math.exp(measures.level + self._log_cost(measures, i, tokens)) for i in measured}
-        return [known[k] if k in known else _between(known, k) for k in self._lengths]
+        costs = {self.lengths[i]: math.exp(measures.level + self._log_cost(measures, i, tokens)) for i in measured}
+        return [costs[k] if k in costs else _between(costs, k) for k in self.lengths]
 
     def unmeasured(self, size: int) -> list[int]:
         """Return the lengths without a sample at a batch size."""
-        return [k for k, samples in zip(self._lengths, self._sizes[size].samples) if not samples]
+        return [k for k, samples in zip(self.lengths, self._of_size(size).samples) if not samples]
 
     def last(self, size: int) -> int | None:
         """Return the index of the length that the last chunk of a batch size had."""
-        return self._sizes[size].last
+        return self._of_size(size).last
 
     def calibrate(self, size: int, i: int, tokens: float, *, seconds: float) -> None:
         """Set the seconds per iteration of length i at so many live tokens; replaces its samples."""
-        measures = self._sizes[size]
+        measures = self._of_size(size)
         measures.samples[i] = [[tokens, math.log(seconds) - measures.level]]
 
     def calibrate_calls(self, size: int, seconds: float) -> None:
         """Set the seconds that a chunk takes beyond its iterations."""
-        self._sizes[size].call = seconds
+        self._of_size(size).call = seconds
 
     def observe(self, size: int, i: int, tokens: float, *, seconds: float, iterations: int) -> bool:
         """Add a chunk of length i: update slope, level while one length runs, and relative costs after a change.
@@ -88,7 +92,7 @@ class CostEstimate:
         Returns:
           whether its time was off by more than a tenth.
         """
-        measures = self._sizes[size]
+        measures = self._of_size(size)
         # A call that took less than calibration found leaves at least half to the iterations.
         seconds = max(seconds - measures.call, seconds / 2) / iterations
         samples, log_seconds = measures.samples[i], math.log(seconds)
@@ -111,17 +115,17 @@ class CostEstimate:
         if earlier is None or earlier[1] == tokens:
             return
         change = tokens - earlier[1]
-        self._slopes[i] = [*self._slopes[i], [abs(change), (seconds - earlier[2]) / change]][-SLOPES:]
-        self._new_pairs += 1
-        if sum(map(len, self._slopes)) <= SLOPES or self._new_pairs >= NEW_PAIRS:
+        self.slopes[i] = [*self.slopes[i], [abs(change), (seconds - earlier[2]) / change]][-SLOPES:]
+        self.new_pairs += 1
+        if sum(map(len, self.slopes)) <= SLOPES or self.new_pairs >= NEW_PAIRS:
             self._update_slopes(tokens)
 
     def _update_slopes(self, tokens: float) -> None:
         """Set the slopes to medians over pairs of chunks, weighted by the change of live tokens."""
         # A prior of two pairs, as small changes measure noise: a length's slope is that of all, and that of all is 0.
-        of_all = _weighted_median([[2 * tokens, 0.0], *(pair for pairs in self._slopes for pair in pairs)])
-        self._slope = [max(0.0, _weighted_median([[2 * tokens, of_all], *pairs])) for pairs in self._slopes]
-        self._new_pairs = 0
+        of_all = _weighted_median([[2 * tokens, 0.0], *(pair for pairs in self.slopes for pair in pairs)])
+        self.slope = [max(0.0, _weighted_median([[2 * tokens, of_all], *pairs])) for pairs in self.slopes]
+        self.new_pairs = 0
 
     def _log_cost(self, measures: _SizeCosts, i: int, tokens: float) -> float:
         """Return log seconds per iteration at level 0: from samples at about `tokens` live tokens, if there are enough.
@@ -132,53 +136,30 @@ class CostEstimate:
         near = [s for s in samples if s[0] <= NEAR * tokens and tokens <= NEAR * s[0]]
         moved = []
         for then, log_seconds in near if len(near) >= PAIRED else samples:
-            growth = self._slope[i] * (tokens - then)
+            growth = self.slope[i] * (tokens - then)
             # A slope that is too steep may not make an iteration free.
             moved.append(
                 log_seconds + math.log(max(1 + growth * math.exp(-log_seconds), 0.1)) if growth else log_seconds
             )
         return _typical(moved)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return {
-            "slopes": [list(pairs) for pairs in self._slopes],
-            "slope": list(self._slope),
-            "new_pairs": self._new_pairs,
-            "sizes": [dataclasses.asdict(measures) for measures in self._sizes.values()],
-        }
-
-    def restore(
-        self,
-        slopes: Sequence[list[list[float]]],
-        slope: Sequence[float],
-        sizes: Sequence[Mapping[str, Any]],
-        *,
-        new_pairs: int,
-    ) -> None:
-        """Set what `state` returned; each of `sizes` may have further names."""
-        self._slopes, self._slope, self._new_pairs = list(slopes), list(slope), new_pairs
-        names = [field.name for field in dataclasses.fields(_SizeCosts)]
-        for size, values in zip(self._sizes, sizes):
-            self._sizes[size] = _SizeCosts(**{name: values[name] for name in names if name in values})
-
 
 def _typical(values: Sequence[float]) -> float:
     """Return the mean of the middle half, of the lower values if there are few: disturbances only add time."""
     n = len(values)
-    kept = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
-    return sum(kept) / len(kept)
+    middle = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
+    return sum(middle) / len(middle)
 
 
-def _between(known: Mapping[int, float], k: int) -> float:
+def _between(measured: Mapping[int, float], k: int) -> float:
     """Return the cost of a length without samples, from the costs of others."""
-    if not known:
+    if not measured:
         return math.nan
     # The two measured lengths around k, or the last two below it. A single one costs the same at every k.
-    right = next((j for j in sorted(known) if j > k), max(known))
-    left = max((j for j in known if j < right), default=right)
-    slope = max(0.0, known[right] - known[left]) / (right - left) if right > left else 0.0
-    return known[right] + slope * (k - right)
+    longer = next((j for j in sorted(measured) if j > k), max(measured))
+    shorter = max((j for j in measured if j < longer), default=longer)
+    slope = max(0.0, measured[longer] - measured[shorter]) / (longer - shorter) if longer > shorter else 0.0
+    return measured[longer] + slope * (k - longer)
 
 
 def _weighted_median(weighted: Sequence[Sequence[float]]) -> float:

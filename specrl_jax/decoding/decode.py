@@ -142,16 +142,16 @@ def _iterate(
         return drafter.draft(params, slots, seed, k) if k else no_draft(slots, seed)
 
     # Carried: iterations, whether the pages of the next one are there, slots.
-    def body(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
-        i, _, slots = carry
+    def body(state: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
+        i, _, slots = state
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
         return i + 1, *reserve(
             speculative_step(slots, seed, draft_fn, target_fn=target_fn, options=options), uncommitted, config
         )
 
-    def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
-        i, enough, slots = carry
+    def unfinished(state: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
+        i, enough, slots = state
         running = (~slots.done).sum(dtype=jnp.int32)
         goes_on = (i < inputs.max_iterations) & (running > inputs.stop_at_rows.sum()) & enough
         return goes_on & mask_has_room(slots, k, config)
@@ -199,8 +199,8 @@ def _here(shardings: Slots) -> Slots:
     context = jax.sharding.get_abstract_mesh()
     if not context.manual_axes:
         return shardings
-    left = [name for name in context.axis_names if name not in context.manual_axes]
-    return jax.tree.map(lambda sharding: NamedSharding(context, _over(sharding.spec, left)), shardings)
+    axes = [name for name in context.axis_names if name not in context.manual_axes]
+    return jax.tree.map(lambda sharding: NamedSharding(context, _over(sharding.spec, axes)), shardings)
 
 
 def _over(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:

@@ -1,38 +1,29 @@
-"""Draft-length policies: the protocol, and a fixed length."""
+"""Draft-length policies: what the engine asks them, and a fixed length."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.rollouts import DecodeChunk
 
 
-class DraftLengthPolicy(Protocol):
-    """Chooses draft lengths; `controller.Controller` documents the methods."""
+class Choice(NamedTuple):
+    """Draft length and iterations of the next chunk."""
 
-    def first(self, size: int) -> int: ...
-    def choose(self, size: int, running: int, live: float) -> Choice: ...
-    def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None: ...
-    def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
-    def unmeasured(self, size: int) -> Sequence[int]: ...
-    def calibrate(self, size: int, k: int, seconds: float, *, live: float) -> None: ...
-    def calibrate_calls(self, size: int, seconds: float) -> None: ...
+    k: int  # tokens drafted per iteration
+    iterations: int | None  # at most; None: a full chunk
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedLength:
-    """Always drafts k tokens."""
-
-    k: int
+class DraftLengthPolicy:
+    """Chooses draft lengths, and learns nothing; `controller.Controller` documents the methods."""
 
     def first(self, size: int) -> int:
-        return self.k
+        raise NotImplementedError
 
     def choose(self, size: int, running: int, live: float) -> Choice:
-        return Choice(self.k, None)
+        raise NotImplementedError
 
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
         pass
@@ -48,3 +39,16 @@ class FixedLength:
 
     def calibrate_calls(self, size: int, seconds: float) -> None:
         pass
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLength(DraftLengthPolicy):
+    """Always drafts k tokens."""
+
+    k: int
+
+    def first(self, size: int) -> int:
+        return self.k
+
+    def choose(self, size: int, running: int, live: float) -> Choice:
+        return Choice(self.k, None)

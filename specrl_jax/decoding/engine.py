@@ -7,6 +7,7 @@ is plain autoregressive decoding through the same code.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Generic, Self
 
@@ -18,19 +19,18 @@ from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.calibration import calibrate
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.continuation import Continuation, join
-from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.multi_turn import MultiTurnBatch
 from specrl_jax.decoding.programs import Program
+from specrl_jax.decoding.requests import CallOptions, Requests
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
-from specrl_jax.decoding.stop_texts import StopTexts
-from specrl_jax.decoding.turns import Turns
 from specrl_jax.errors import InputError, Stopped
 
 
@@ -41,16 +41,21 @@ class Engine(Generic[Params, Cache]):
     Engines that sample otherwise may share the programs: `sampled_as`.
     """
 
-    config: EngineConfig
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    stops: StopTexts | None
-    draft_length: int  # used unless a call chooses otherwise
     compiled: CompiledFunctions[Params, Cache]
     sampling: Sampling
     response_tokens: int  # most of a rollout, unless a call says otherwise
     greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
     agree: Broadcast = alone
+
+    @property
+    def config(self) -> EngineConfig:
+        """Return the sizes of the engine."""
+        return self.compiled.config
+
+    @property
+    def draft_length(self) -> int:
+        """Return k of a call that does not choose another."""
+        return self.compiled.functions.drafter.length
 
     def sampled_as(self, sampling: Sampling, response_tokens: int, greedy: bool = False) -> Self:
         """Return an engine of the same programs that samples so; its rule and K must be this one's (`shares`)."""
@@ -82,91 +87,47 @@ class Engine(Generic[Params, Cache]):
         samples: int,
         *,
         seed: int,
-        first_id: int | np.ndarray = 0,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
         lengths: DraftLengthPolicy | None = None,
-        history: History | None = None,
-        responses: Sequence[int] | None = None,
-        continuation: Continuation[Params] | None = None,
-        turns: Turns | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        options: CallOptions[Params] | None = None,
     ) -> Rollouts:
-        """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, or first_id[i], prompt-major.
+        """Generate `samples` rollouts of each prompt, in the order of the prompts.
 
         With `greedy` a greedy rollout follows the samples of each prompt, on the same prefill; the samples have
         the ids that they would have without it.
 
         Args:
+          lengths: chooses the draft length of every chunk; None: always `draft_length`.
           on_progress: called before and after each chunk with (finished rollouts, all rollouts). What it
             raises, such as Stopped, ends the call and drops its rollouts; of several processes the first one's Stopped
             ends the call in all.
-          lengths: chooses the draft length of every chunk; None: always `draft_length`.
-          history: rollouts of earlier calls, for lookup drafters.
-          responses: most response tokens of each rollout; None: `response_tokens`.
-          continuation: how the call stands to those before and after it; None: it stands alone.
-          turns: the environments that answer the rollouts' turns; None: a rollout is one turn. Needs config.turns, and
-            a call that stands alone.
         Raises:
-          InputError: a prompt is empty or longer than max_prompt_tokens; `responses` are not one a rollout, or not
-            1 to config.max_response_tokens.
+          InputError: a prompt is empty or longer than max_prompt_tokens; `options.responses` are not one a rollout, or
+            not 1 to config.max_response_tokens.
         """
-        check_prompts(prompts, self.config.max_prompt_tokens)
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        lengths, samples = lengths or FixedLength(self.draft_length), samples + self.greedy
-        if responses is not None:
-            check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
-        on_progress = self.agreed(on_progress)
-        longest = responses or [self.response_tokens] * len(prompts) * samples
-        responses = longest if turns is None else [min(turns.turn_tokens, length) for length in longest]
-        c: Continuation[Params] = continuation or Continuation()
-        if c.lookahead is not None:
-            responses = [*responses, *[self.response_tokens] * len(c.lookahead.prompts) * samples]
-        scheduler = Scheduler(
-            self.config,
-            self.pad_id,
-            prompts,
-            samples=samples,
-            first_id=first_id,
-            history=history,
-            responses=responses,
-            lookahead=c.lookahead,
-            earlier=c.earlier_tokens(),
-            finished=c.finished_ids(),
-            sampling=self.sampling,
-            greedy=self.greedy,
-        )
-        look = functools.partial(on_progress, 0, scheduler.asked)
+        call: CallOptions[Params] = options or CallOptions()
+        continuation = call.continuation
+        requests = self._requests(prompts, samples + self.greedy, call)
+        lengths, on_progress = lengths or FixedLength(self.draft_length), self.agreed(on_progress)
+        look = functools.partial(on_progress, 0, requests.asked)
         look()
-        wanted = self._compile_for(params, scheduler.total, lengths, look)
-        if not self.agree(self.compiled.lacks(wanted))[0]:  # nothing compiles beside it
-            calibrate(self, params, prompts, samples=samples, lengths=lengths, seed=seed, after_chunk=look)
-        batch: ActiveBatch[Params, Cache]
-        if turns is None:
-            batch = ActiveBatch(self, params, scheduler, seed=seed, version=c.version)
-        else:
-            batch = MultiTurnBatch(
-                self,
-                params,
-                scheduler,
-                seed=seed,
-                version=c.version,
-                turns=turns,
-                longest=longest,
-                on_progress=on_progress,
-            )
-        while not (batch.is_finished.all() or c.enough(batch.is_finished)) and batch.prepare():
-            on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
+        programs = self.prepare(params, requests, lengths, seed=seed, look=look)
+        batch = self._batch(params, requests, call, seed=seed, on_progress=on_progress)
+        while not (batch.is_finished.all() or continuation.enough(batch.is_finished)) and batch.prepare():
+            on_progress(batch.finished, requests.asked)  # it may have compiled the refill
             self._decode(batch, lengths)
-            on_progress(batch.finished, scheduler.asked)
-            self.compiled.begin_next(params, wanted)
-            if newer := c.newest():
+            on_progress(batch.finished, requests.asked)
+            self.compiled.begin_next(params, programs)
+            if newer := continuation.newest():
                 weights, version = newer
                 batch.take_weights(weights, version)
         batch.collect_unfinished()
-        if c.lookahead is not None:
-            c.lookahead.texts |= batch.lookahead_texts()
-        found = batch.rollouts(samples, c.version)
-        return found if c.partial is None else join(c.partial, found)
+        if requests.lookahead is not None:
+            requests.lookahead.texts |= batch.lookahead_texts()
+        rollouts = batch.rollouts(requests.samples, continuation.version)
+        return rollouts if continuation.partial is None else join(continuation.partial, rollouts)
 
     def begin(
         self,
@@ -179,62 +140,112 @@ class Engine(Generic[Params, Cache]):
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
     ) -> bool:
-        """Draw on at the texts of `lookahead` until all are finished, or `until` says so after a chunk.
+        """Continue the texts of `lookahead` until all are finished, or until `until` returns True after a chunk.
 
         Its texts are verified first, and replaced by what these weights draw. Arguments as in `generate`.
 
         Returns whether all are finished.
         """
-        check_prompts(lookahead.prompts, self.config.max_prompt_tokens)
+        continuation: Continuation[Params] = Continuation(earlier=dict(lookahead.texts), lookahead=lookahead)
+        options = CallOptions(history=history, continuation=continuation)
+        requests = self._requests([], samples, options)
         lengths = lengths or FixedLength(self.draft_length)
-        earlier = dict(lookahead.texts)
-        longest = [self.response_tokens] * len(lookahead.prompts) * samples
-        scheduler = Scheduler(
-            self.config,
-            self.pad_id,
-            [],
-            samples=samples,
-            history=history,
-            responses=longest,
-            lookahead=lookahead,
-            earlier=earlier,
-            sampling=self.sampling,
-        )
-        wanted = self._compile_for(params, scheduler.total, lengths, lambda: None)
-        if not self.agree(self.compiled.lacks(wanted))[0]:
-            calibrate(
-                self, params, lookahead.prompts, samples=samples, lengths=lengths, seed=seed, after_chunk=lambda: None
-            )
-        batch, runs = ActiveBatch(self, params, scheduler, seed=seed), True
+        programs = self.prepare(params, requests, lengths, seed=seed, look=lambda: None)
+        batch, runs = self._batch(params, requests, options, seed=seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
-            self.compiled.begin_next(params, wanted)
+            self.compiled.begin_next(params, programs)
         batch.collect_unfinished()
         lookahead.texts |= batch.lookahead_texts()
         return not runs
 
+    def _requests(self, prompts: Sequence[Sequence[int]], samples: int, options: CallOptions[Params]) -> Requests:
+        """Return what a call asks for. Raises InputError as `generate`."""
+        lookahead = options.continuation.lookahead
+        check_prompts([*prompts, *(lookahead.prompts if lookahead else ())], self.config.max_prompt_tokens)
+        count = len(prompts) * samples
+        if options.responses is not None:
+            check_responses(options.responses, count, self.config.max_response_tokens)
+        later = len(lookahead.prompts) * samples if lookahead else 0
+        return Requests(
+            prompts,
+            samples,
+            first_id=options.first_id,
+            responses=[*(options.responses or [self.response_tokens] * count), *[self.response_tokens] * later],
+            turn_tokens=options.turns.turn_tokens if options.turns else None,
+            lookahead=lookahead,
+            earlier=options.continuation.earlier_tokens(),
+            finished=options.continuation.finished_ids(),
+            sampling=self.sampling,
+            greedy=self.greedy,
+        )
+
+    def _batch(
+        self,
+        params: Params,
+        requests: Requests,
+        options: CallOptions[Params],
+        *,
+        seed: int,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> ActiveBatch[Params, Cache]:
+        scheduler = Scheduler(self.config, self.compiled.functions.pad_id, requests, history=options.history)
+        version = options.continuation.version
+        if options.turns is None:
+            return ActiveBatch(self.compiled, params, scheduler, seed=seed, version=version)
+        return MultiTurnBatch(
+            self.compiled,
+            params,
+            scheduler,
+            seed=seed,
+            version=version,
+            turns=options.turns,
+            on_progress=on_progress,
+        )
+
+    def prepare(
+        self, params: Params, requests: Requests, lengths: DraftLengthPolicy, *, seed: int, look: Callable[[], None]
+    ) -> list[Program]:
+        """Compile what a call begins with and time what `lengths` has no cost for; return all programs that it may run.
+
+        Args:
+          look: called after each program and each timed chunk.
+        """
+        programs, seeds = self._compile_for(params, requests.total, lengths, look), itertools.count(seed)
+        if self.agree(self.compiled.lacks(programs))[0]:  # some compile beside the call
+            return programs
+        prompts = requests.prompts or requests.all_prompts
+        filling = itertools.islice(itertools.cycle(prompts), -(-self.config.num_slots // requests.samples))
+        throwaway = Requests(list(filling), requests.samples, sampling=self.sampling)
+
+        def make_batch() -> ActiveBatch[Params, Cache]:
+            return self._batch(params, throwaway, CallOptions(), seed=next(seeds))
+
+        calibrate(make_batch, self.compiled.sizes, lengths, agree=self.agree, after_chunk=look)
+        return programs
+
     def _compile_for(
         self, params: Params, rollouts: int, lengths: DraftLengthPolicy, after_program: Callable[[], None]
     ) -> list[Program]:
-        """Compile side by side what a call of so many rollouts begins with; return all that it may want."""
+        """Compile in parallel the programs that a call of so many rollouts begins with; return all that it may run."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
-        wanted = self.compiled.needed(rollouts, drafted)
+        programs = self.compiled.needed(rollouts, drafted)
         begins = self.compiled.first(rollouts, lengths.first(self.compiled.sizes[0]))
-        needed = begins if self.compiled.beside else wanted
+        needed = begins if self.compiled.beside else programs
         # All processes of this engine look as often whether to stop, whatever each has compiled already.
         looks = len(needed) if self.agree(self.compiled.lacks(needed))[0] else 0
 
-        def tell(program: Program, seconds: float) -> None:
+        def report(program: Program, seconds: float) -> None:
             nonlocal looks
             self.compiled.on_program(program, seconds)
             if looks:
                 looks -= 1
                 after_program()
 
-        self.compiled.compile_all(params, tell, needed)
+        self.compiled.compile_all(params, report, needed)
         for _ in range(looks):
             after_program()
-        return wanted
+        return programs
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""
@@ -251,9 +262,9 @@ class Engine(Generic[Params, Cache]):
         return agreed
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
-        """Run one chunk of the length that `lengths` chooses, and tell it what came of it.
+        """Run one chunk of the length that `lengths` chooses, and report the result to it.
 
-        Where it would have to guess costs, since the programs to be timed are still compiling, it is not asked.
+        It is not asked while the programs that it would time still compile: it would have to guess costs.
         """
         if not batch.running:  # all that ran was verified to its end
             return
@@ -308,20 +319,9 @@ def make_engine(
       lengths: draft lengths that a call may choose from; None: the drafter's longest only.
       agree: of the processes that run it in lock-step.
     """
-    longest = functions.drafter.length
-    return Engine(
-        config=config,
-        eos_ids=functions.eos_ids,
-        pad_id=functions.pad_id,
-        stops=functions.stops,
-        draft_length=longest,
-        compiled=CompiledFunctions(
-            functions, config, lengths or (longest,), shardings=shardings, prompt_shardings=prompt_shardings
-        ),
-        sampling=functions.sampling,
-        response_tokens=config.max_response_tokens,
-        agree=agree,
-    )
+    lengths = lengths or (functions.drafter.length,)
+    compiled = CompiledFunctions(functions, config, lengths, shardings=shardings, prompt_shardings=prompt_shardings)
+    return Engine(compiled, functions.sampling, config.max_response_tokens, agree=agree)
 
 
 def shares(one: Sampling, other: Sampling) -> bool:
@@ -329,5 +329,5 @@ def shares(one: Sampling, other: Sampling) -> bool:
 
     Those programs keep at most as many tokens as `one` does. Greedy rollouts are not truncated.
     """
-    K, kept = most_kept(one), most_kept(other)
-    return one.rule == other.rule and (not other.temperature or (0 < kept <= K if K else not kept))
+    K, most = most_kept(one), most_kept(other)
+    return one.rule == other.rule and (not other.temperature or (0 < most <= K if K else not most))

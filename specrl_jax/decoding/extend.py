@@ -41,8 +41,8 @@ def extend(
     at = jnp.arange(slots.tokens.shape[1])[None]
     added = (at >= slots.length[:, None]) & (at < length[:, None])
     tokens = jnp.where(added, new.tokens, slots.tokens)
-    wanted = jnp.where(chosen, (length + config.page_tokens - 1) // config.page_tokens, 0)
-    need, _ = missing(slots.pool, slots.held, wanted)
+    pages = jnp.where(chosen, (length + config.page_tokens - 1) // config.page_tokens, 0)
+    need, _ = missing(slots.pool, slots.held, pages)
     pool, held = take(slots.pool, slots.held, need, config.columns)
     slots = dataclasses.replace(
         slots,
@@ -76,8 +76,8 @@ def _prefill(
 ) -> Cache:
     """Prefill positions [start, length - 1) of the rows, `prefill_rows` at a time in pieces of `prefill_tokens`."""
     D = config.shards
-    own = len(slots.done) // D
-    n, size = min(config.prefill_rows // D, own), min(config.prefill_tokens, config.cache_length)
+    rows_per_shard = len(slots.done) // D
+    n, size = min(config.prefill_rows // D, rows_per_shard), min(config.prefill_tokens, config.cache_length)
     chosen = split(new.added > 0, D)
     order = jnp.argsort(~chosen, axis=1, stable=True).astype(jnp.int32)  # [D, B / D], those of a shard first
     rows = jax.tree.map(lambda x: pick(x, order), (slots.tokens, slots.length, slots.table, new.start, new.added > 0))

@@ -30,9 +30,9 @@ class History:
     def add(self, prompt: Tokens, rollouts: Sequence[np.ndarray]) -> None:
         """Add rollouts (prompt and response) of a prompt; the last is the newest."""
         with self._lock:
-            kept = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
+            rollouts_of_prompt = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
             # Copied: a view would keep all rollouts of its batch alive.
-            kept.extend(np.array(rollout, np.int32) for rollout in rollouts)
+            rollouts_of_prompt.extend(np.array(rollout, np.int32) for rollout in rollouts)
             self._rollouts.move_to_end(_key(prompt))
             while len(self._rollouts) > self._max_prompts:
                 self._rollouts.popitem(last=False)

@@ -27,7 +27,7 @@ class PageTable(NamedTuple):
 
     table: jax.Array  # [B, P] int32, page of positions [j T, (j + 1) T) at column j, an id of the row's shard
     count: jax.Array  # type: ignore[assignment]  # [B] int32, pages that the row holds, from column 0; hides tuple.count
-    shared: jax.Array  # [B] int32, the first of them that it may not write: other rows read them too
+    num_shared: jax.Array  # [B] int32, the first of them that it may not write: other rows read them too
 
 
 def empty_pool(shards: int, pages: int) -> PagePool:
@@ -44,7 +44,7 @@ def no_pages(rows: int, columns: int, pages: int) -> PageTable:
 
 def tables(held: PageTable, pages: int) -> Table:
     """Return the tables that a forward reads by and writes by."""
-    writable = jnp.arange(held.table.shape[1])[None] >= held.shared[:, None]
+    writable = jnp.arange(held.table.shape[1])[None] >= held.num_shared[:, None]
     return Table(held.table, jnp.where(writable, held.table, pages))
 
 
@@ -61,15 +61,15 @@ def take(pool: PagePool, held: PageTable, need: jax.Array, most: int) -> tuple[P
     # Rank of each new page [D, B / D, most] among those that its shard gives.
     rank = (jnp.cumsum(by_shard, axis=1) - by_shard)[..., None] + jnp.arange(most)[None, None]
     given = jnp.arange(most)[None, None] < by_shard[..., None]
-    place = jnp.where(given, pool.count[:, None, None] - 1 - rank, C).reshape(D, -1)
-    ids = jnp.take_along_axis(pool.free, place, axis=1, mode="fill", fill_value=C)
+    stack_index = jnp.where(given, pool.count[:, None, None] - 1 - rank, C).reshape(D, -1)
+    ids = jnp.take_along_axis(pool.free, stack_index, axis=1, mode="fill", fill_value=C)
     references = jax.vmap(lambda row, new: row.at[new].set(1, mode="drop"))(pool.references, ids)
     columns = jnp.where(given.reshape(-1, most), held.count[:, None] + jnp.arange(most)[None], held.table.shape[1])
     new_table = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(
         held.table, columns, ids.reshape(-1, most)
     )
     count = pool.count - by_shard.sum(axis=1, dtype=jnp.int32)
-    return PagePool(references, pool.free, count), PageTable(new_table, held.count + need, held.shared)
+    return PagePool(references, pool.free, count), PageTable(new_table, held.count + need, held.num_shared)
 
 
 def release(pool: PagePool, held: PageTable, rows: jax.Array) -> tuple[PagePool, PageTable]:
@@ -85,7 +85,7 @@ def release(pool: PagePool, held: PageTable, rows: jax.Array) -> tuple[PagePool,
     )
     pool = PagePool(references, free, pool.count + freed.sum(axis=1, dtype=jnp.int32))
     table = jnp.where(rows[:, None], C, held.table)
-    return pool, PageTable(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.shared))
+    return pool, PageTable(table, jnp.where(rows, 0, held.count), jnp.where(rows, 0, held.num_shared))
 
 
 def share(pool: PagePool, prompts: PageTable, source: jax.Array, pages: jax.Array) -> tuple[PagePool, PageTable]:
@@ -131,5 +131,5 @@ def join(x: jax.Array) -> jax.Array:
 
 
 def pick(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows [D, m] int32, numbers within their shard, of x [D n, ...], as [D m, ...]."""
+    """Return rows [D, m, ...] int32, numbers within their shard, of x [D n, ...], as [D m, ...]."""
     return join(jax.vmap(lambda x, rows: x[rows])(split(x, len(rows)), rows))

@@ -36,8 +36,8 @@ def read_pages(slots: Slots[Cache], row: jax.Array, first: jax.Array) -> Cache:
     """Return the contents of pages [first, first + PAGES) of a row; of any page where it has none."""
     D, C = slots.pool.free.shape
     shard, ids = _ids(slots, row, first)
-    found = gather_pages(D, slots.cache, jnp.broadcast_to(jnp.minimum(ids, C - 1), (D, PAGES)))
-    return jax.tree.map(lambda x: x[shard], found)
+    pages = gather_pages(D, slots.cache, jnp.broadcast_to(jnp.minimum(ids, C - 1), (D, PAGES)))
+    return jax.tree.map(lambda x: x[shard], pages)
 
 
 def drop_row(slots: Slots[Cache], row: jax.Array) -> Slots[Cache]:
@@ -51,7 +51,7 @@ def restore_row(slots: Slots[Cache], row: jax.Array, values: Slots) -> Slots[Cac
     """Put the values of `read_row` into a free row and take as many pages as it had, all of them its own."""
     restored = jax.tree.map(lambda x, new: x.at[row].set(new), slots.by_row(), values)
     chosen = jnp.arange(len(slots.done)) == row
-    empty = slots.held._replace(shared=jnp.where(chosen, 0, slots.held.shared))
+    empty = slots.held._replace(num_shared=jnp.where(chosen, 0, slots.held.num_shared))
     pool, held = take(slots.pool, empty, jnp.where(chosen, values.held.count, 0), slots.held.table.shape[1])
     # It runs again where it ran, and waits where its turn had ended.
     return dataclasses.replace(restored, lookup_cache=slots.lookup_cache, cache=slots.cache, pool=pool, held=held)

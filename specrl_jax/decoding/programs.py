@@ -15,6 +15,7 @@
 Each has fixed shapes, so a call that does not fit raises instead of compiling another.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Generic, NamedTuple
@@ -31,6 +32,7 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.preemption import drop_row, read_pages, read_row, restore_row, write_pages
 from specrl_jax.decoding.records import pages_at_once, read_records
 from specrl_jax.decoding.refill import compact, empty_slots, refill
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.reverify import at_once, reverify_chunk
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, PrefillBatch, Prompts, Slots
@@ -49,44 +51,35 @@ class Program(NamedTuple):
         return f"{self.kind} B={self.size}" + (f" k={self.k}" if self.kind == "decode" else "")
 
 
+@dataclasses.dataclass(eq=False)
 class EnginePrograms(Generic[Params, Cache]):
     """All programs of one engine.
 
     Attributes:
       sizes: of the batch, the largest first.
-      lengths: of drafts.
       uncommitted: positions beyond the last committed token that an iteration writes at most.
     """
 
-    def __init__(
-        self,
-        functions: EngineFunctions[Params, Cache],
-        config: EngineConfig,
-        lengths: tuple[int, ...],
-        *,
-        shardings: Slots,
-        prompt_shardings: Prompts,
-    ) -> None:
-        """
-        Args:
-          lengths: draft lengths that have a program.
-          shardings: of the slots, for every batch size.
-          prompt_shardings: of the prompt that is carried over between refills.
-        """
+    functions: EngineFunctions[Params, Cache]
+    config: EngineConfig
+    lengths: tuple[int, ...]  # of drafts, that have a program
+    shardings: Slots  # of the slots, for every batch size
+    prompt_shardings: Prompts  # of the prompt that is carried over between refills
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.sizes = (config.num_slots, *config.sizes)
-        self.lengths = lengths
-        self.uncommitted = max(*lengths, functions.drafter.uncommitted, at_once(config) if config.earlier else 0)
-        self._functions, self._config = functions, config
-        self._shardings, self._prompt_shardings = shardings, prompt_shardings
-        self._whole = _whole(shardings)
+        reverified = at_once(config) if config.earlier else 0
+        self.uncommitted = max(*self.lengths, self.functions.drafter.uncommitted, reverified)
+        self._whole = _whole(self.shardings)
 
     def all(self) -> list[Program]:
         """Return every program of this engine."""
         decodes = [Program("decode", size, k) for size in self.sizes for k in self.lengths]
         compacts = [Program("compact", size) for size in self.sizes[1:]]
-        once = ["empty", "refill", *(["reverify"] if self._config.earlier else [])]
-        once += ["read_records"] if self._config.records else []
-        extends = [Program("extend", size) for size in self.sizes if self._config.turns]
+        once = ["empty", "refill", *(["reverify"] if self.config.earlier else [])]
+        once += ["read_records"] if self.config.records else []
+        extends = [Program("extend", size) for size in self.sizes if self.config.turns]
         return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *extends, *compacts]
 
     def needed(self, rollouts: int, lengths: Collection[int]) -> list[Program]:
@@ -120,8 +113,8 @@ class EnginePrograms(Generic[Params, Cache]):
 
     def describe(self, program: Program, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
         """Return the jitted function and the arguments to lower it with."""
-        engine_functions, config = self._functions, self._config
-        both = (self._shardings, self._prompt_shardings)
+        engine_functions, config = self.functions, self.config
+        both = (self.shardings, self.prompt_shardings)
         if program.kind == "empty":
             return jax.jit(functools.partial(empty_slots, engine_functions, config), out_shardings=both), ()
         if program.kind == "refill":
@@ -129,13 +122,13 @@ class EnginePrograms(Generic[Params, Cache]):
             return jax.jit(fn, donate_argnums=(1, 2), out_shardings=both), (
                 params,
                 *self._abstract(program.size),
-                abstract_prefill_batch(self._config),
+                abstract_prefill_batch(self.config),
             )
         if program.kind == "compact":
             larger = self.sizes[self.sizes.index(program.size) - 1]
             rows = jax.ShapeDtypeStruct((config.shards, program.size // config.shards), jnp.int32)
             slots = self._abstract(larger)[0]
-            jitted = jax.jit(compact, donate_argnums=1, out_shardings=self._shardings)
+            jitted = jax.jit(compact, donate_argnums=1, out_shardings=self.shardings)
             return jitted, (slots.by_row(), slots.not_by_row(), rows)
         if program.kind in PREEMPTION:
             return self._describe_preemption(program)
@@ -147,40 +140,40 @@ class EnginePrograms(Generic[Params, Cache]):
             return jitted, (pool, jax.ShapeDtypeStruct((), jnp.int32), pages)
         if program.kind == "extend":
             extending = functools.partial(extend, functions=engine_functions, config=config)
-            jitted = jax.jit(extending, donate_argnums=1, out_shardings=self._shardings)
+            jitted = jax.jit(extending, donate_argnums=1, out_shardings=self.shardings)
             row = stand_in(jax.ShapeDtypeStruct((program.size,), jnp.int32))
             tokens = stand_in(jax.ShapeDtypeStruct((program.size, config.cache_length), jnp.int32))
             return jitted, (params, self._abstract(program.size)[0], Extension(tokens, row, row, limit=row))
         chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
-        chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)
-        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, self._whole))
+        chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self.shardings)
+        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self.shardings, self._whole))
         inputs = jax.eval_shape(lambda: chunk_inputs(0, 0, config.shards))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
     def _describe_preemption(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
         slots, number = self._abstract(program.size)[0], jax.ShapeDtypeStruct((), jnp.int32)
-        rest = {
+        others = {
             "restore_row": lambda: (jax.eval_shape(read_row, slots, number),),
             "read_pages": lambda: (number,),
             "write_pages": lambda: (number, jax.eval_shape(read_pages, slots, number, number)),
         }.get(program.kind, tuple)()
         function = PREEMPTION[program.kind]
         if function in (read_row, read_pages):
-            return jax.jit(function), (slots, number, *rest)
-        return jax.jit(function, donate_argnums=0, out_shardings=self._shardings), (slots, number, *rest)
+            return jax.jit(function), (slots, number, *others)
+        return jax.jit(function, donate_argnums=0, out_shardings=self.shardings), (slots, number, *others)
 
     def _abstract(self, size: int) -> tuple[Slots, Prompts]:
         """Return ShapeDtypeStructs of the slots of one batch size, and of the prompt carried over."""
-        slots, prompts = jax.eval_shape(functools.partial(empty_slots, self._functions, self._config))
-        D = self._config.shards
-        kept = jax.ShapeDtypeStruct((D, size // D), jnp.int32)
-        slots = jax.eval_shape(compact, slots.by_row(), slots, kept)
+        slots, prompts = jax.eval_shape(functools.partial(empty_slots, self.functions, self.config))
+        D = self.config.shards
+        rows = jax.ShapeDtypeStruct((D, size // D), jnp.int32)
+        slots = jax.eval_shape(compact, slots.by_row(), slots, rows)
 
         def place(sharding: jax.sharding.Sharding, tree: object) -> object:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
         # Shardings may be a prefix of the tree.
-        return jax.tree.map(place, self._shardings, slots), jax.tree.map(place, self._prompt_shardings, prompts)
+        return jax.tree.map(place, self.shardings, slots), jax.tree.map(place, self.prompt_shardings, prompts)
 
 
 def _whole(shardings: Slots) -> NamedSharding | None:
@@ -191,6 +184,6 @@ def _whole(shardings: Slots) -> NamedSharding | None:
 
 def abstract_prefill_batch(config: EngineConfig) -> PrefillBatch:
     """Return the ShapeDtypeStructs of a refill's input."""
-    scheduler = Scheduler(config, 0, [[0]], samples=1)
+    scheduler = Scheduler(config, 0, Requests([[0]], 1))
     batch = scheduler.schedule(np.full(config.shards, config.shard_pages))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

@@ -41,8 +41,8 @@ def pages_at_once(config: EngineConfig) -> int:
 def read_records(pool: jax.Array, shard: jax.Array, pages: jax.Array, *, shards: int) -> jax.Array:
     """Return what stands in pages [n] of a shard of a pool [D C, T, N], [n T, N]; any where there is no page."""
     ids = jnp.broadcast_to(jnp.minimum(pages, len(pool) // shards - 1), (shards, len(pages)))
-    found = gather_pages(shards, pool, ids)[shard]
-    return found.reshape(-1, found.shape[-1])
+    records = gather_pages(shards, pool, ids)[shard]
+    return records.reshape(-1, records.shape[-1])
 
 
 def start_reading(
@@ -65,4 +65,4 @@ def start_reading(
 
 def joined_records(parts: list[list[np.ndarray]], length: np.ndarray) -> list[np.ndarray]:
     """Return the records [tokens, N] of each of m rows of `length` [m] committed tokens."""
-    return [np.concatenate(found)[:tokens] for found, tokens in zip(parts, length - 1, strict=True)]
+    return [np.concatenate(pieces)[:tokens] for pieces, tokens in zip(parts, length - 1, strict=True)]

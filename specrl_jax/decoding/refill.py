@@ -105,9 +105,10 @@ def refill(
     slots = dataclasses.replace(slots, pool=pool, cache=cache, held=held)
     slots = _start(slots, batch, tokens, length, functions.pad_id)
 
-    carry = batch.carry[:, None] == jnp.arange(len(prompts.length) // D)[None]
-    pool, kept = release(slots.pool, prompts.held, ~carry.reshape(-1))
-    carried = jax.tree.map(lambda x: pick(x, jnp.maximum(batch.carry, 0)[:, None]), prompts._replace(held=kept))
+    source = batch.carried_source
+    is_carried = source[:, None] == jnp.arange(len(prompts.length) // D)[None]
+    pool, held = release(slots.pool, prompts.held, ~is_carried.reshape(-1))
+    carried = jax.tree.map(lambda x: pick(x, jnp.maximum(source, 0)[:, None]), prompts._replace(held=held))
     return dataclasses.replace(slots, pool=pool), carried
 
 
@@ -152,7 +153,7 @@ def _earlier(old: Earlier, batch: PrefillBatch, start: Callable[[jax.Array, jax.
     return Earlier(
         start(batch.earlier, old.tokens),
         start(batch.earlier_length, old.length),
-        start(jnp.zeros_like(old.kept), old.kept),
+        start(jnp.zeros_like(old.num_kept), old.num_kept),
     )
 
 

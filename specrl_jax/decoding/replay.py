@@ -35,14 +35,14 @@ def replay(before: Slots, after: Slots, copy_fn: CopyFn, *, k: int) -> jax.Array
     def running(length: jax.Array) -> jax.Array:
         return ~before.done & (length + k <= after.length)
 
-    def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        length, counts = carry
+    def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        length, counts = state
         following = jnp.take_along_axis(after.tokens, length[:, None] + jnp.arange(k)[None], axis=1, mode="clip")
         draft = copy_fn(_rewound(after, length))
-        kept = jnp.cumprod(within(draft, draft.tokens == following), axis=1, dtype=jnp.int32)
+        accepted = jnp.cumprod(within(draft, draft.tokens == following), axis=1, dtype=jnp.int32)
         counted = (running(length) & (length > before.length))[:, None]
-        counts += (counted * jnp.pad(kept, ((0, 0), (1, 0)), constant_values=1)).sum(axis=0, dtype=jnp.int32)
-        return jnp.minimum(length + 1 + kept.sum(axis=1, dtype=jnp.int32), after.length), counts
+        counts += (counted * jnp.pad(accepted, ((0, 0), (1, 0)), constant_values=1)).sum(axis=0, dtype=jnp.int32)
+        return jnp.minimum(length + 1 + accepted.sum(axis=1, dtype=jnp.int32), after.length), counts
 
     start = before.length, jnp.zeros(1 + k, jnp.int32)
     return jax.lax.while_loop(lambda carry: running(carry[0]).any(), turn, start)[1]

@@ -74,8 +74,8 @@ def reverify_chunk(
         # Where all are kept, the last of them takes the place of the token that a verification draws.
         return earlier_tokens(slots, k, all_but_last=keeps), slots.cache
 
-    def body(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
-        i, _, slots = carry
+    def body(state: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
+        i, _, slots = state
         slots = jax.lax.with_sharding_constraint(slots, shardings)
         verifies = has_earlier_tokens(slots)
         verify = functools.partial(_keep, slots) if keeps else options.verify
@@ -92,8 +92,8 @@ def reverify_chunk(
         enough, taken = reserve(dataclasses.replace(slots, done=~has_earlier_tokens(slots)), k, config)
         return enough, dataclasses.replace(taken, done=slots.done)
 
-    def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
-        i, enough, slots = carry
+    def unfinished(state: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
+        i, enough, slots = state
         goes_on = (i < inputs.max_iterations) & has_earlier_tokens(slots).any() & enough
         return goes_on & (keeps or mask_has_room(slots, k, config))  # no masks are recorded of tokens that are kept
 
@@ -124,8 +124,8 @@ def earlier_tokens(slots: Slots[Cache], k: int, all_but_last: bool) -> Draft:
 
 def _next_earlier(slots: Slots[Cache], k: int) -> jax.Array:
     assert slots.earlier is not None
-    places = slots.length[:, None] + jnp.arange(k)[None]
-    return jnp.take_along_axis(slots.earlier.tokens, places, axis=1, mode="clip")
+    positions = slots.length[:, None] + jnp.arange(k)[None]
+    return jnp.take_along_axis(slots.earlier.tokens, positions, axis=1, mode="clip")
 
 
 def _keep(slots: Slots[Cache], inputs: VerifyInputs, sampling: Sampling) -> Verified:
@@ -155,5 +155,5 @@ def _after(slots: Slots[Cache], stepped: Slots[Cache], verifies: jax.Array) -> S
         drafted=slots.drafted,
         accepted=slots.accepted,
         draft_positions=slots.draft_positions,
-        earlier=slots.earlier._replace(length=length, kept=slots.earlier.kept + kept),
+        earlier=slots.earlier._replace(length=length, num_kept=slots.earlier.num_kept + kept),
     )

@@ -18,12 +18,12 @@ _COLLECTED = (
 
 def rollout_fields(slots: Slots) -> dict[str, Any]:
     """Return what a rollout keeps of its slot; of all slots, or of one row with no leading axis."""
-    found = {name: getattr(slots, name) for name in _COLLECTED}
+    fields = {name: getattr(slots, name) for name in _COLLECTED}
     if slots.mask is not None:
-        found["mask_count"] = slots.mask.count
+        fields["mask_count"] = slots.mask.count
     if slots.earlier is not None:
-        found["reverified"] = slots.earlier.kept
-    return found
+        fields["reverified"] = slots.earlier.num_kept
+    return fields
 
 
 def how_ended(
@@ -53,9 +53,9 @@ class RolloutBuffer:
         self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(requests)]  # of each request, chunk by chunk
         self._token_version = None if version is None else np.full((requests, tokens), version, np.int32)
 
-    def store(self, requests: np.ndarray, found: dict[str, np.ndarray]) -> None:
+    def store(self, requests: np.ndarray, fields: dict[str, np.ndarray]) -> None:
         """Set what `rollout_fields` returned of the slots of some requests."""
-        for name, values in found.items():
+        for name, values in fields.items():
             if name not in self.values:
                 self.values[name] = np.zeros((self._requests, *values.shape[1:]), values.dtype)
             self.values[name][requests] = values
@@ -121,7 +121,7 @@ class RolloutBuffer:
         # Not every engine collects these.
         values = {"mask_count": none, "reverified": np.zeros(total, np.int32)} | values
         mask_ids = [ids for parts in self._mask_ids[:total] for ids in parts]
-        found = Rollouts(
+        rollouts = Rollouts(
             **values,
             **{name: np.full(total, value) for name, value in version._asdict().items()},
             prompt_index=np.arange(total) // samples,
@@ -137,5 +137,5 @@ class RolloutBuffer:
             chunks=tuple(chunks),
         )
         if self._token_version is not None:
-            found.token_version[~found.in_response()] = 0
-        return found
+            rollouts.token_version[~rollouts.in_response()] = 0
+        return rollouts

@@ -123,8 +123,8 @@ class Rollouts:
 
     def take_groups(self, groups: np.ndarray, group_size: int) -> Self:
         """Return selected groups, whose prompts `prompt_index` then counts."""
-        places = np.repeat(np.arange(len(groups)), group_size)
-        return dataclasses.replace(self.take(group_rows(groups, group_size)), prompt_index=places)
+        index = np.repeat(np.arange(len(groups)), group_size)
+        return dataclasses.replace(self.take(group_rows(groups, group_size)), prompt_index=index)
 
     def of_prompts(self, prompts: slice) -> Self:
         """Return the rollouts of some prompts, which `prompt_index` then counts."""

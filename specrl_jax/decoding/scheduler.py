@@ -1,7 +1,6 @@
 """Assignment of rollouts to slots: requests in order, prompt by prompt, and their groups in the lookup cache."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,8 +9,7 @@ import numpy as np
 from kernels_pallas.verify.types import RowSampling
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.lookahead import Lookahead
-from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.state import EngineConfig, PrefillBatch
 
 FREE = -1
@@ -33,7 +31,7 @@ class _Start(NamedTuple):
 
 
 class Scheduler:
-    """Assigns `samples` rollouts of each prompt to slots as they come free; request r belongs to prompt r // samples.
+    """Assigns requests to slots as they come free.
 
     A data shard finishes the rollouts of a prompt before it starts another, so that they share the prompt's pages; the
     shard with most free slots starts next. A rollout starts where its shard has the pages of its prompt and those of
@@ -44,48 +42,21 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        pad_id: int,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int,
-        first_id: int | np.ndarray = 0,
-        history: History | None = None,
-        responses: Sequence[int] | None = None,
-        lookahead: Lookahead | None = None,
-        earlier: Mapping[int, np.ndarray] | None = None,
-        finished: Collection[int] = (),
-        sampling: Sampling | None = None,
-        greedy: bool = False,
+        self, config: EngineConfig, pad_id: int, requests: Requests, *, history: History | None = None
     ) -> None:
-        """
-        Args:
-          samples: with `greedy` the last of them is greedy.
-          first_id: of the first request, or the ids of all that the call waits for.
-          responses: most response tokens of each request; None: config.max_response_tokens of all.
-          lookahead: rollouts that start after all others, and that the call does not wait for.
-          earlier: responses, or their beginnings, that earlier weights drew, by rollout id.
-          finished: ids of rollouts that earlier calls finished; they do not start.
-          sampling: of those that are not greedy; None: temperature 1.
-        """
-        self.asked = len(prompts) * samples  # requests that the call waits for: the first ones
-        prompts = [*prompts, *(lookahead.prompts if lookahead else ())]
-        self.total = len(prompts) * samples
+        self.requests = requests
         self.owner = np.full(config.num_slots, FREE)  # request of each row
         self._config, self._pad_id, self._history = config, pad_id, history
-        self._prompts, self._samples, self._first_id = prompts, samples, first_id
-        self._sampling, self._greedy = sampling or Sampling(), greedy
-        self._responses, self._lookahead, self._earlier = responses, lookahead, earlier or {}
+        self._prompts, self._samples = requests.all_prompts, requests.samples
         self._next_prompt = 0
         self._current: list[_Group | None] = [None] * config.shards
         self._started = 0
-        self._order = np.full(self.total, -1)  # of each request that has started: how many had before it
+        self._order = np.full(requests.total, -1)  # of each request that has started: how many had before it
         self._free_groups = list(range(config.groups))
         self._group: dict[int, int] = {}  # of a prompt in flight
-        ids = self.ids(np.arange(self.total))
-        self.finished = np.isin(ids, list(finished))  # [requests] bool, before the call
-        starts = ~self.finished.reshape(-1, samples)
+        ids = requests.ids(np.arange(requests.total))
+        self.finished = np.isin(ids, list(requests.finished))  # [requests] bool, before the call
+        starts = ~self.finished.reshape(-1, requests.samples)
         # Of each prompt, the samples that start, in their order.
         self._to_start = [np.flatnonzero(row) for row in starts]
         self._unfinished = Counter({prompt: len(some) for prompt, some in enumerate(self._to_start)})
@@ -139,12 +110,12 @@ class Scheduler:
             rows, free_rows[shard] = free_rows[shard][:room], free_rows[shard][room:]
             free_pages[shard] -= prefill * self._prompt_pages(group.prompt) + room
             source = 0 if group.prompt == carried[shard] else len(new[shard])
-            some = self._to_start[group.prompt]
-            requests = group.prompt * self._samples + some[group.started : group.started + room]
+            samples = self._to_start[group.prompt]
+            requests = group.prompt * self._samples + samples[group.started : group.started + room]
             starts.append(_Start(rows, requests, source))
-            self.place(rows, requests)
-            rest = _Group(group.prompt, group.started + room)
-            self._current[shard] = rest if rest.started < len(some) else None
+            self.assign(rows, requests)
+            remaining = _Group(group.prompt, group.started + room)
+            self._current[shard] = remaining if remaining.started < len(samples) else None
         return self._batch(starts, new, carried) if starts else None
 
     def _next_group(self, taken: int) -> _Group | None:
@@ -180,7 +151,7 @@ class Scheduler:
         return min(rows, unstarted, max(fit, 0 if running else 1))
 
     def _batch(self, starts: list[_Start], new: list[list[int]], carried: list[int | None]) -> PrefillBatch:
-        config = self._config
+        config, asked = self._config, self.requests
         rows, requests = (np.concatenate(parts) for parts in list(zip(*starts))[:2])
         source = np.concatenate([np.full(len(start.rows), start.source) for start in starts])
 
@@ -189,40 +160,31 @@ class Scheduler:
             out[rows] = values
             return stand_in(out)
 
-        carry = np.full(config.shards, -1, np.int32)
+        carried_source = np.full(config.shards, -1, np.int32)
         for shard, group in enumerate(self._current):
             if group:
-                carry[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
+                carried_source[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
         longest: np.ndarray | int = config.max_response_tokens
-        if self._responses is not None:
-            longest = np.asarray(self._responses)[requests]
+        if asked.responses is not None:
+            longest = np.asarray(asked.responses)[requests]
+        if asked.turn_tokens is not None:
+            longest = np.minimum(asked.turn_tokens, longest)
         return PrefillBatch(
-            carry=stand_in(carry),
+            carried_source=stand_in(carried_source),
             fresh=of_rows(True, bool),
             source=of_rows(source, np.int32),
-            rollout_id=of_rows(self.ids(requests), np.uint32),
+            rollout_id=of_rows(asked.ids(requests), np.uint32),
             response=of_rows(longest, np.int32),
             group=of_rows([self._group[int(p)] for p in requests // self._samples], np.int32),
             sequence=of_rows(requests % self._samples, np.int32),
             sampling=RowSampling(
-                temperature=of_rows(np.where(self._is_greedy(requests), 0, self._sampling.temperature), np.float32),
-                top_k=of_rows(self._sampling.top_k, np.int32),
-                top_p=of_rows(self._sampling.top_p, np.float32),
+                temperature=of_rows(np.where(asked.is_greedy(requests), 0, asked.sampling.temperature), np.float32),
+                top_k=of_rows(asked.sampling.top_k, np.int32),
+                top_p=of_rows(asked.sampling.top_p, np.float32),
             ),
             **self._new_prompts(new),
             **self._earlier_tokens(rows, requests),
         )
-
-    def ids(self, requests: np.ndarray) -> np.ndarray:
-        """Return the rollout ids of requests."""
-        if np.ndim(self._first_id):
-            found = np.asarray(self._first_id)[np.minimum(requests, self.asked - 1)]
-        else:
-            found = self._first_id + self._number(requests)
-        if self._lookahead is None or not len(self._lookahead.ids):
-            return found
-        later = np.maximum(requests - self.asked, 0)
-        return np.where(requests < self.asked, found, self._lookahead.ids[later])
 
     def _earlier_tokens(self, rows: np.ndarray, requests: np.ndarray) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that earlier weights drew; none where the engine does not take it."""
@@ -230,25 +192,11 @@ class Scheduler:
             return {}
         B, S = self._config.num_slots, self._config.cache_length
         tokens, length = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
-        for row, request, number in zip(rows, requests, self.ids(requests), strict=True):
-            if (response := self._earlier.get(int(number))) is not None:
-                text = np.concatenate([self._prompts[request // self._samples], response])[:S]
+        for row, request, number in zip(rows, requests, self.requests.ids(requests), strict=True):
+            if (response := self.requests.earlier.get(int(number))) is not None:
+                text = np.concatenate([self.requests.prompt(request), response])[:S]
                 tokens[row, : len(text)], length[row] = text, len(text)
         return {"earlier": stand_in(tokens), "earlier_length": stand_in(length)}
-
-    def prompt(self, request: int) -> Sequence[int]:
-        """Return the tokens of a request's prompt."""
-        return self._prompts[request // self._samples]
-
-    def _is_greedy(self, requests: np.ndarray) -> np.ndarray:
-        return (requests % self._samples == self._samples - 1) & self._greedy
-
-    def _number(self, requests: np.ndarray) -> np.ndarray:
-        """Return the requests' numbers among all; greedy ones, which need no noise, come after those sampled."""
-        if not self._greedy:
-            return requests
-        prompt, sampled = requests // self._samples, self._samples - 1
-        return np.where(self._is_greedy(requests), len(self._prompts) * sampled + prompt, requests - prompt)
 
     def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts, those of each shard together."""
@@ -256,14 +204,14 @@ class Scheduler:
         tokens = np.full((P, config.max_prompt_tokens), self._pad_id, np.int32)
         length = np.zeros(P, np.int32)
         group = np.full(P, config.groups, np.int32)
-        places = {
+        prompts_by_place = {
             shard * (P // config.shards) + i: p for shard, prompts in enumerate(new) for i, p in enumerate(prompts)
         }
-        for i, prompt in places.items():
+        for i, prompt in prompts_by_place.items():
             ids = self._prompts[prompt]
             tokens[i, : len(ids)], length[i], group[i] = ids, len(ids), self._group[prompt]
-        found = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(places)
-        return {name: stand_in(x) for name, x in found.items()}
+        fields = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(prompts_by_place)
+        return {name: stand_in(x) for name, x in fields.items()}
 
     def _earlier_rollouts(self, places: dict[int, int]) -> dict[str, np.ndarray]:
         """Return the texts of new prompts for the sequences that this call leaves free; none without a lookup cache."""
@@ -308,7 +256,7 @@ class Scheduler:
         request, self.owner[row] = int(self.owner[row]), FREE
         return request
 
-    def place(self, rows: np.ndarray, requests: np.ndarray) -> None:
+    def assign(self, rows: np.ndarray, requests: np.ndarray) -> None:
         """Give free rows to requests, new or preempted."""
         self.owner[rows] = requests
         new = requests[self._order[requests] < 0]

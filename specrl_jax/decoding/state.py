@@ -102,7 +102,7 @@ class Earlier(NamedTuple):
 
     tokens: jax.Array  # [B, S] int32, prompt and response by absolute position
     length: jax.Array  # [B] int32, tokens; 0 once one of them was not kept
-    kept: jax.Array  # [B] int32, response tokens that were
+    num_kept: jax.Array  # [B] int32, response tokens that were kept
 
 
 @flax.struct.dataclass
@@ -147,8 +147,8 @@ class Slots(Generic[Cache]):
     def not_by_row(self) -> "Slots[Cache]":
         """Return what `by_row` leaves out."""
         none = {field.name: None for field in dataclasses.fields(self)}
-        kept = {"lookup_cache": self.lookup_cache, "cache": self.cache, "pool": self.pool}
-        return cast("Slots[Cache]", self.replace(**none | kept))  # type: ignore[attr-defined]
+        shared = {"lookup_cache": self.lookup_cache, "cache": self.cache, "pool": self.pool}
+        return cast("Slots[Cache]", self.replace(**none | shared))  # type: ignore[attr-defined]
 
     def place(self, positions: jax.Array) -> Paging:
         """Return where tokens at `positions` [B, Q] of the running rows stand."""
@@ -171,7 +171,7 @@ class PrefillBatch(NamedTuple):
 
     tokens: jax.Array  # [P, T] int32
     length: jax.Array  # [P] int32; 0: no prompt
-    carry: jax.Array  # [D] int32, source to carry over to the next refill; -1: none
+    carried_source: jax.Array  # [D] int32, source to carry over to the next refill; -1: none
     fresh: jax.Array  # [B] bool, slots that start a rollout
     source: jax.Array  # [B] int32
     rollout_id: jax.Array  # [B] uint32

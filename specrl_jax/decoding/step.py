@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
-from specrl_jax.decoding.admission import admit, flat_inputs, of_shards
+from specrl_jax.decoding.admission import admit, flat_inputs
 from specrl_jax.decoding.lookup_cache import append
+from specrl_jax.decoding.pages import pick
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
 from specrl_jax.decoding.stop_texts import StopTexts
@@ -61,7 +62,7 @@ def speculative_step(
             chosen = admit(slots, draft, options.budget)
             tokens, paging = flat_inputs(slots, inputs, chosen)
             logits, cache = target_fn(tokens, paging, cache)
-            logits = of_shards(logits[:, 0], chosen.place)
+            logits = pick(logits[:, 0], chosen.flat_index)
             draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
         noise = Noise(seed, slots.rollout_id, slots.length)
         verified = options.verify(VerifyInputs(noise, draft, logits, sampling=slots.sampling), options.sampling)
@@ -74,21 +75,21 @@ def _draft_positions(draft: Draft, verified: Verified) -> jax.Array | None:
     """Return what `Slots.draft_positions` holds of the emitted tokens [B, Q] int8; None where nothing was drafted."""
     if not draft.tokens.shape[1]:
         return None
-    place = jnp.arange(verified.tokens.shape[1], dtype=jnp.int8)[None]
+    number = jnp.arange(verified.tokens.shape[1], dtype=jnp.int8)[None]
     # A draft whose other rows have probabilities is deterministic where a lookup replaced it.
     sign = 1 if draft.logits is None else jnp.where(draft.deterministic, -1, 1)[:, None]
-    return jnp.where(place < verified.num_accepted[:, None], sign * (place + 1), 0).astype(jnp.int8)
+    return jnp.where(number < verified.num_accepted[:, None], sign * (number + 1), 0).astype(jnp.int8)
 
 
 def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[Cache]:
     """Count the drafts of running rows, before any cut at end-of-text or limit."""
-    place = jnp.arange(slots.drafted.shape[1])[None]
+    number = jnp.arange(slots.drafted.shape[1])[None]
     active = ~slots.done[:, None]
     count = draft.tokens.shape[1] if draft.num_drafted is None else draft.num_drafted[:, None]
     return dataclasses.replace(
         slots,
-        drafted=slots.drafted + (active & (place < count)),
-        accepted=slots.accepted + (active & (place < num_accepted[:, None])),
+        drafted=slots.drafted + (active & (number < count)),
+        accepted=slots.accepted + (active & (number < num_accepted[:, None])),
     )
 
 
@@ -139,11 +140,11 @@ def commit(
         verifications=slots.verifications + ~slots.done,
         lookup_cache=lookup_cache,
         stop_state=stop_state,
-        mask=slots.mask and _record(slots.mask, verified.mask, where, offsets < count[:, None]),
+        mask=slots.mask and record_mask(slots.mask, verified.mask, where, offsets < count[:, None]),
     )
 
 
-def _record(buffer: MaskBuffer, mask: SamplingMask | None, where: jax.Array, committed: jax.Array) -> MaskBuffer:
+def record_mask(buffer: MaskBuffer, mask: SamplingMask | None, where: jax.Array, committed: jax.Array) -> MaskBuffer:
     """Append the ids kept at the committed tokens [B, Q] bool, which stand at columns `where` [B, Q]."""
     assert mask is not None, "a mask is recorded where top-k or top-p is on"
     count = jnp.where(committed, mask.count, 0)

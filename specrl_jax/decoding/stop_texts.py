@@ -47,9 +47,9 @@ class StopTexts:
         start = slots.prompt_length if slots.turn_start is None else slots.turn_start
 
         def step(i: jax.Array, state: jax.Array) -> jax.Array:
-            place = slots.length - self.longest + i
-            token = jnp.take_along_axis(slots.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
-            return jnp.where(place >= start, table[state, token].astype(jnp.int32) % self.states, 0)
+            position = slots.length - self.longest + i
+            token = jnp.take_along_axis(slots.tokens, jnp.maximum(position, 0)[:, None], axis=1)[:, 0]
+            return jnp.where(position >= start, table[state, token].astype(jnp.int32) % self.states, 0)
 
         return jax.lax.fori_loop(0, self.longest, step, jnp.zeros_like(slots.length))
 
@@ -59,8 +59,8 @@ class StopTexts:
         """
         rows, state, value = np.arange(len(tokens)), np.zeros(len(tokens), int), np.zeros(len(tokens), int)
         for back in range(self.longest, 0, -1):
-            place = length - back
-            value = np.where(place >= start, self.table[state, tokens[rows, np.maximum(place, 0)]], 0)
+            position = length - back
+            value = np.where(position >= start, self.table[state, tokens[rows, np.maximum(position, 0)]], 0)
             state = value % self.states
         return value >= self.states
 

@@ -43,7 +43,7 @@ def check_agreement(config: Mapping[str, object], workdir: str) -> None:
 def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
     """Return what is compared, by name, in the order in which it is."""
     values = flatten(config)
-    found: dict[str, object] = {
+    compared: dict[str, object] = {
         "the version of python": platform.python_version(),
         "the version of jax": jax.__version__,
         "the version of jaxlib": jaxlib.__version__,
@@ -51,24 +51,24 @@ def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
         "the version of specrl_jax": specrl_jax.__version__,
         "the source of specrl_jax": _source(),
     }
-    found |= values | {"--workdir": os.path.abspath(workdir)}
-    return found | {f"the content of {key}={path}": what for key, path, what in _files(values)}
+    compared |= values | {"--workdir": os.path.abspath(workdir)}
+    return compared | {f"the content of {key}={path}": what for key, path, what in _files(values)}
 
 
 def worker_facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
     """Return what a rollout worker and its learner have in common: what processes of a run have, but for the task and
     for what may change from one start of the learner to the next.
     """
-    found = facts(config, workdir)
-    return {name: value for name, value in found.items() if name != "task" and not may_change(name)}
+    compared = facts(config, workdir)
+    return {name: value for name, value in compared.items() if name != "task" and not may_change(name)}
 
 
 def named_files(config: Mapping[str, object]) -> dict[str, dict[str, str]]:
     """Return size and sampled digest of every file that a config names, by "KEY=VALUE" and the file's path."""
-    values, found = flatten(config), dict[str, dict[str, str]]()
+    values, files = flatten(config), dict[str, dict[str, str]]()
     for key, path, what in _files(values, SAMPLED):
-        found.setdefault(f"{key}={values[key]}", {})[path] = what
-    return found
+        files.setdefault(f"{key}={values[key]}", {})[path] = what
+    return files
 
 
 def _files(values: Mapping[str, object], sampled: int | None = None) -> Iterator[tuple[str, str, str]]:
@@ -101,22 +101,22 @@ def _content(path: str, sampled: int | None) -> str:
 
 def digest(path: str, sampled: int | None = None) -> str:
     """Return a digest of a file's content; of one larger than `sampled` bytes that of blocks spread evenly over it."""
-    found = hashlib.blake2b(digest_size=8)
+    hashed = hashlib.blake2b(digest_size=8)
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if sampled is None or size <= sampled:
-                return hashlib.file_digest(file, lambda: found).hexdigest()
+                return hashlib.file_digest(file, lambda: hashed).hexdigest()
             for i in range(BLOCKS):
                 file.seek((size - BLOCK) * i // (BLOCKS - 1))
-                found.update(file.read(BLOCK))
+                hashed.update(file.read(BLOCK))
     except OSError as error:
         return f"none ({error.strerror})"
-    return found.hexdigest()
+    return hashed.hexdigest()
 
 
 def _source() -> str:
-    root, found = pathlib.Path(specrl_jax.__file__).parents[1], hashlib.blake2b(digest_size=8)
+    root, hashed = pathlib.Path(specrl_jax.__file__).parents[1], hashlib.blake2b(digest_size=8)
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return found.hexdigest()
+        hashed.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return hashed.hexdigest()

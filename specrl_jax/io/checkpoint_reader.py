@@ -7,7 +7,7 @@ not keep the others waiting: all exchange what they found and take the same deci
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -84,10 +84,13 @@ def read_record(path: str) -> CheckpointRecord:
     if not has_items(path):
         raise Damaged("nothing of a checkpoint is in it")
     try:
-        found = _restored(path, "digests", ocp.JsonCheckpointHandler())
-        seal = found.pop("seal")
-        state, arrays = ({name: _leaf(x) for name, x in found[part].items()} for part in ("state", "arrays"))
-        record = CheckpointRecord(found["step"], state, arrays, values=found["values"], accuracy=found["accuracy"])
+        item = _restored(path, "digests", ocp.JsonCheckpointHandler())
+        seal = item.pop("seal")
+        state, arrays = (
+            {name: LeafDigest(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in item[part].items()}
+            for part in ("state", "arrays")
+        )
+        record = CheckpointRecord(item["step"], state, arrays, values=item["values"], accuracy=item["accuracy"])
     except Exception as error:  # as in _in_all
         raise Damaged(_reason(error)) from None
     if json_digest(record._asdict()) != seal:
@@ -115,8 +118,8 @@ def _in_all(item: str, read: Callable[[], T]) -> T:
         raise  # no room: nothing is wrong with the files
     except Exception as error:  # damaged bytes make a reader raise anything
         wrong = f"{item}: {_reason(error)}"
-    if found := next(filter(None, distributed.all_gather_objects(str, wrong)), ""):
-        raise Damaged(found)
+    if first_fault := next(filter(None, distributed.all_gather_objects(str, wrong)), ""):
+        raise Damaged(first_fault)
     return value  # type: ignore[return-value]  # nothing failed
 
 
@@ -126,11 +129,6 @@ def _fitting_record(path: str, abstract: object, whole: bool) -> CheckpointRecor
     if difference := _misfit(record, abstract, whole):
         raise InputError(f"checkpoint {path} does not fit this config: {difference}")
     return record
-
-
-def _leaf(found: Sequence[Any]) -> LeafDigest:
-    dtype, shape, digest = found
-    return LeafDigest(dtype, tuple(shape), digest)
 
 
 def read_values(path: str, record: CheckpointRecord) -> dict[str, Any]:
@@ -144,8 +142,8 @@ def read_values(path: str, record: CheckpointRecord) -> dict[str, Any]:
 def _read_arrays(path: str, record: CheckpointRecord) -> dict[str, np.ndarray]:
     if not record.arrays:
         return {}
-    found = _restored(path, "arrays", ocp.StandardCheckpointHandler(), ocp.args.StandardRestore())
-    arrays = {name: np.asarray(x) for name, x in found.items()}
+    restored = _restored(path, "arrays", ocp.StandardCheckpointHandler(), ocp.args.StandardRestore())
+    arrays = {name: np.asarray(x) for name, x in restored.items()}
     _compare(array_digests(arrays), record.arrays)
     return arrays
 
@@ -186,22 +184,22 @@ def _verified(arrays: Tree, record: CheckpointRecord) -> Tree:
     return arrays
 
 
-def _compare(found: Mapping[str, LeafDigest], saved: Mapping[str, LeafDigest]) -> None:
+def _compare(digests: Mapping[str, LeafDigest], saved: Mapping[str, LeafDigest]) -> None:
     """Raise Damaged where an array is not as it was saved."""
-    if wrong := [name for name, digest in found.items() if digest != saved.get(name)]:
+    if wrong := [name for name, digest in digests.items() if digest != saved.get(name)]:
         raise Damaged(f"{wrong[0]}: not as saved{f', and {len(wrong) - 1} more' if wrong[1:] else ''}")
 
 
 def _misfit(record: CheckpointRecord, abstract: object, whole: bool) -> str:
     """Return how the arrays of a record differ from `abstract`; "" where they fit."""
-    wanted = {name_of(path): (x.dtype.name, x.shape) for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
+    needed = {name_of(path): (x.dtype.name, x.shape) for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
     saved = {name: (leaf.dtype, leaf.shape) for name, leaf in record.state.items()}
-    for name, kind in wanted.items():
+    for name, kind in needed.items():
         if name not in saved:
             return f"it has no {name}"
         if saved[name] != kind:
             return f"{name} is {_kind(saved[name])} in it, {_kind(kind)} in this config"
-    extra = saved.keys() - wanted.keys() if whole else ()
+    extra = saved.keys() - needed.keys() if whole else ()
     return f"this config has no {min(extra)}" if extra else ""
 
 

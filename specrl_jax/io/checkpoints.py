@@ -100,7 +100,7 @@ class Checkpoints:
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
         # Its threads log each error with tracebacks before `_wait` raises it.
-        logging.getLogger("absl").addFilter(_is_not_of_orbax)
+        logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._policy,
             enable_async_checkpointing=True,
@@ -125,10 +125,9 @@ class Checkpoints:
             raise self._unwritable(error) from None
 
     def _unwritable(self, error: Exception) -> RunFailed:
-        found = system_error(error, "")
-        return RunFailed(
-            f"checkpoint {self.folder}/{self._saved}: {(found and found.strerror) or first_line(error)}; {self.kept()}"
-        )
+        system = system_error(error, "")
+        reason = (system and system.strerror) or first_line(error)
+        return RunFailed(f"checkpoint {self.folder}/{self._saved}: {reason}; {self.kept()}")
 
     # ---- reading
 
@@ -162,18 +161,18 @@ class Checkpoints:
         Newer ones that are damaged are reported through `say` and renamed to N.damaged, so that their steps can be
         saved again. Raises InputError where a checkpoint does not fit, RunFailed where all are damaged.
         """
-        found, damaged = self._newest(lambda step: read(self._path(step), abstract_state))
-        start = "the start" if found is None else found[0]
+        newest, damaged = self._newest(lambda step: read(self._path(step), abstract_state))
+        start = "the start" if newest is None else newest[0]
         for step, what in damaged.items():
             say(f"checkpoint {step} is damaged ({what}; kept as {self._path(step)}.damaged); going on from {start}")
         if distributed.is_first_process():
             for step in damaged:
                 _set_aside(self._path(step))
         distributed.any_process(False)  # the others wait until the names are free
-        if found is None:
+        if newest is None:
             return None
-        self._saved = found[0]
-        return found[0], *found[1]
+        self._saved = newest[0]
+        return newest[0], *newest[1]
 
     def restore_part(self, step: int | None, abstract_part: Tree, say: Callable[[str], None]) -> tuple[int, Tree]:
         """Return (step, arrays of `abstract_part`, a subtree of the state); step None: of the newest whole checkpoint.
@@ -181,12 +180,12 @@ class Checkpoints:
         Raises InputError where there is none or it does not fit, RunFailed where it is damaged, or all are.
         """
         if step is None:
-            found, damaged = self._newest(lambda step: read_part(self._path(step), abstract_part))
-            if found is None:
+            newest, damaged = self._newest(lambda step: read_part(self._path(step), abstract_part))
+            if newest is None:
                 raise InputError(f"{self.folder}: there is no checkpoint yet")
             for other, what in damaged.items():
-                say(f"checkpoint {other} is damaged ({what}); going on from {found[0]}")
-            return found
+                say(f"checkpoint {other} is damaged ({what}); going on from {newest[0]}")
+            return newest
         if step not in self._steps():
             there = ", ".join(map(str, self._steps())) or "none"
             raise InputError(f"checkpoint {self._path(step)}: there is none; there are {there}")
@@ -220,10 +219,6 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
 class _Kept(policies.PreservationPolicy):
     """Keeps the latest steps, and those of the highest accuracy; of equal ones the later."""
 
@@ -232,10 +227,10 @@ class _Kept(policies.PreservationPolicy):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        known = ((self.accuracies.get(step), step) for step in steps)
-        ranked = [step for _, step in sorted((accuracy, step) for accuracy, step in known if accuracy is not None)]
-        kept = {*steps[-self._latest :], *(ranked[-self._best :] if self._best else ())}
-        return [step in kept for step in steps]
+        accuracies = ((self.accuracies.get(step), step) for step in steps)
+        ranked = [step for _, step in sorted((accuracy, step) for accuracy, step in accuracies if accuracy is not None)]
+        preserved = {*steps[-self._latest :], *(ranked[-self._best :] if self._best else ())}
+        return [step in preserved for step in steps]
 
 
 def _set_aside(path: str) -> None:

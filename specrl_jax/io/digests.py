@@ -39,10 +39,10 @@ def device_digests(tree: object) -> tuple[dict[str, LeafDigest], list[str]]:
     # One after the other: where arrays are spread over processes, several programs under way can wait for each other.
     values = [distributed.to_host(_sums(leaf)) for leaf in leaves.values()]
     digests = {
-        name: LeafDigest(leaf.dtype.name, leaf.shape, f"{found[0]:08x}{found[1]:08x}")
-        for (name, leaf), found in zip(leaves.items(), values)
+        name: LeafDigest(leaf.dtype.name, leaf.shape, f"{sums[0]:08x}{sums[1]:08x}")
+        for (name, leaf), sums in zip(leaves.items(), values)
     }
-    return digests, [name for name, found in zip(leaves, values) if found[2]]
+    return digests, [name for name, sums in zip(leaves, values) if sums[2]]
 
 
 def name_of(path: jax.tree_util.KeyPath) -> str:

@@ -18,6 +18,21 @@ from specrl_jax.sharding import Partitioner
 
 _EMBEDDING, _LM_HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"
 
+# Keys of a Qwen3's config.json, and the fields of our config.
+_SIZES = {
+    "vocab_size": "vocab",
+    "hidden_size": "embed",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "mlp",
+    "tie_word_embeddings": "tied",
+    "max_position_embeddings": "max_positions",
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "norm_epsilon",
+}
+
 
 class Qwen3File(Qwen3Sizes):
     """The keys of a Qwen3's config.json that are read."""
@@ -56,20 +71,8 @@ def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
             raise raw.error(f"asks for {unsupported}, which is not supported")
     check_heads(raw, file)
     theta, yarn = read_rope(raw)
-    config = qwen3.Qwen3Config(
-        vocab=file.vocab_size,
-        embed=file.hidden_size,
-        layers=file.num_hidden_layers,
-        heads=file.num_attention_heads,
-        kv_heads=file.num_key_value_heads,
-        head_dim=file.head_dim,
-        mlp=file.intermediate_size,
-        tied=file.tie_word_embeddings,
-        max_positions=file.max_position_embeddings,
-        rope_theta=theta,
-        norm_epsilon=file.rms_norm_eps,
-        yarn=yarn,
-    )
+    sizes = {ours: getattr(file, theirs) for theirs, ours in _SIZES.items()}
+    config = qwen3.Qwen3Config(**sizes | {"rope_theta": theta, "yarn": yarn})
     return _with_experts(config, raw) if kind == "qwen3_moe" else config
 
 
@@ -170,8 +173,8 @@ def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path
             f"{key}: {folder}/config.json: num_hidden_layers={config.layers}, but the folder holds {following}{_NORM}"
         )
     # A folder may store the tied lm_head as well. One of its own would be lost without a word.
-    own = config.tied and _LM_HEAD in source.names()
-    if own and not np.array_equal(source.tensor(_EMBEDDING), source.tensor(_LM_HEAD)):
+    has_both = config.tied and _LM_HEAD in source.names()
+    if has_both and not np.array_equal(source.tensor(_EMBEDDING), source.tensor(_LM_HEAD)):
         raise InputError(f"{key}: {folder}/config.json: tie_word_embeddings=true, but {_LM_HEAD} is not {_EMBEDDING}")
 
 
@@ -231,17 +234,7 @@ def hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, object]:
     common: dict[str, object] = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": c.vocab,
-        "hidden_size": c.embed,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.mlp,
-        "tie_word_embeddings": c.tied,
-        "max_position_embeddings": c.max_positions,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.norm_epsilon,
+        **{theirs: getattr(c, ours) for theirs, ours in _SIZES.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": dtype,

@@ -23,10 +23,10 @@ _ROLLOUTS = (
 WAYS_OUT = {"logprob": _LEARNER, "train": _LEARNER, "features": _LEARNER}
 
 
-def does_not_fit(phase: str, found: str) -> InputError:
-    """Return the error of a phase that needs more memory than there is; `found` says how much, on one line."""
+def does_not_fit(phase: str, amount: str) -> InputError:
+    """Return the error of a phase that needs more memory than there is; `amount` says how much, on one line."""
     key, ways = WAYS_OUT.get(phase, _ROLLOUTS)
-    return InputError(f"{key}: {phase} needs more memory than there is ({found}); {ways}")
+    return InputError(f"{key}: {phase} needs more memory than there is ({amount}); {ways}")
 
 
 @contextlib.contextmanager
@@ -35,10 +35,10 @@ def within_memory(phase: str) -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        found = str(error).partition("\n")[0] or type(error).__name__
-        if EXHAUSTED not in found and not isinstance(error, MemoryError):
+        message = str(error).partition("\n")[0] or type(error).__name__
+        if EXHAUSTED not in message and not isinstance(error, MemoryError):
             raise
-        raise does_not_fit(phase, found.rpartition(f"{EXHAUSTED}: ")[2][:200].rstrip(".")) from None
+        raise does_not_fit(phase, message.rpartition(f"{EXHAUSTED}: ")[2][:200].rstrip(".")) from None
 
 
 def check_fits(phase: str, compiled: jax.stages.Compiled) -> None:

@@ -67,19 +67,6 @@ class MetricsWriter:
         self._trackers.close()
 
 
-class NoMetrics:
-    """Accepts the same calls and writes nothing."""
-
-    def write(self, row: StepMetrics, histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        pass
-
-    def write_rollouts(self, step: int, rows: list[Sample]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class MetricsRow(Checked):
     """A line of metrics.jsonl; null stands for a value that was not finite."""
 

@@ -81,8 +81,8 @@ def panels_of(rows: list[StepMetrics]) -> list[Callable[[plt.Axes], None]]:
 
 
 def _series(rows: list[StepMetrics], name: str) -> tuple[list[float], list[float]]:
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _learning(axis: plt.Axes, rows: list[StepMetrics]) -> None:
@@ -103,9 +103,9 @@ def _phases(axis: plt.Axes, rows: list[StepMetrics]) -> None:
     # A step that compiles, as the first, would dominate the scale.
     later = [row for row in rows[1:] if not compiles(row)] or rows
     plain = [plain_seconds(row, rows[-1]) for row in rows]
-    known = [seconds for seconds in plain if seconds is not None]
-    if len(known) == len(rows):
-        axis.plot(edges, np.repeat(known, 2), "k--", label="plain decoding")
+    plain_known = [seconds for seconds in plain if seconds is not None]
+    if len(plain_known) == len(rows):
+        axis.plot(edges, np.repeat(plain_known, 2), "k--", label="plain decoding")
     tallest = max(max(row["time/total"], plain_seconds(row, rows[-1]) or 0.0) for row in later)
     axis.set_ylim(0, 1.25 * tallest)
     axis.set_ylabel("seconds")

@@ -164,10 +164,10 @@ class Display:
         if step > self._done:  # neither the evaluation before training nor a second line of one step
             self._pace.finish(step, now, aside, compiled=self.compiling.seconds(self._finished))
         self._done, self._finished = step, now
-        left = self._pace.left(self._steps - step)
+        remaining = self._pace.left(self._steps - step)
         ends = ""
-        if left is not None and step < self._steps:
-            ends = f"{datetime.timedelta(seconds=round(left + ahead))} left  "
+        if remaining is not None and step < self._steps:
+            ends = f"{datetime.timedelta(seconds=round(remaining + ahead))} left  "
         self.say(f"step {step}/{self._steps}  {ends}{note}")
 
 

@@ -96,9 +96,9 @@ def responses(
         text_block(prompt) + token_block(texts, positions, draft_kind)
         for prompt, texts, positions in zip(prompts[shown], token_texts[shown], draft_positions[shown], strict=True)
     ]
-    left = f"<p>{SHOWN} of {len(prompts)} responses</p>" if len(prompts) > SHOWN else ""
+    note = f"<p>{SHOWN} of {len(prompts)} responses</p>" if len(prompts) > SHOWN else ""
     every = (position for positions in draft_positions[shown] for position in positions)
-    return f"<style>{STYLE}</style>{legend(every, draft_kind)}{''.join(parts)}{left}"
+    return f"<style>{STYLE}</style>{legend(every, draft_kind)}{''.join(parts)}{note}"
 
 
 def _class(position: int) -> str:

@@ -36,7 +36,7 @@ class TensorBoard(Tracker):
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Write the first few as a table."""
-        self._board.add_text("rollouts", _markdown(rows[:SHOWN]), step)
+        self._board.add_text("rollouts", as_markdown(rows[:SHOWN]), step)
 
     def close(self) -> None:
         self._board.close()
@@ -66,7 +66,7 @@ class _EventsFile(EventsWriter):
         self.write_event(Event(summary=summary, step=int(step), wall_time=time.time()))
 
 
-def _markdown(rows: Sequence[Mapping[str, object]]) -> str:
+def as_markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """Return rewards, prompts and responses; texts stand in fenced code, where Markdown changes none but tabs."""
 
     def fenced(text: object) -> str:

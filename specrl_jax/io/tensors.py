@@ -76,22 +76,22 @@ class TensorFolder:
     def check(self, specs: Specs) -> None:
         """Check from headers alone that every tensor of `specs` is present, floating point and of the right shape."""
         shapes = [(spec, _hf_shape(spec)) for spec in jax.tree.leaves(specs)]
-        wanted = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
-        missing = sorted(wanted.keys() - self._places.keys())
+        shapes_needed = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
+        missing = sorted(shapes_needed.keys() - self._places.keys())
         if missing:
             raise InputError(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
-        for path in sorted({self._places[name].path for name in wanted}):
+        for path in sorted({self._places[name].path for name in shapes_needed}):
             with self._open(path) as file:
                 present = set(file.keys())
-                for name, shape in wanted.items():
+                for name, shape in shapes_needed.items():
                     place = self._places[name]
                     if place.path != path:
                         continue
                     if place.name not in present:
                         raise InputError(f"{self.key}: {INDEX} says {path} holds {place.name}, and it does not")
                     header = file.get_slice(place.name)
-                    if (found := tuple(header.get_shape())) != shape:
-                        raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
+                    if (stored := tuple(header.get_shape())) != shape:
+                        raise InputError(f"{self.key}: {name} has shape {stored}, {shape} is needed")
                     if (dtype := header.get_dtype()) not in FLOATING:
                         kinds = ", ".join(FLOATING)
                         raise InputError(f"{self.key}: {name} in {path} is {dtype}; one of {kinds} is needed")
@@ -124,22 +124,22 @@ class TensorFolder:
     @functools.cached_property
     def _places(self) -> dict[str, _Place]:
         """Map each tensor's name, with the prefix where there is such a tensor without it, to where it stands."""
-        places, found = {name: _Place(path, name) for name, path in self._files().items()}, dict[str, _Place]()
+        places, prefixed = {name: _Place(path, name) for name, path in self._files().items()}, dict[str, _Place]()
         for name, place in places.items():
             bare = name.startswith((self.prefix, "lm_head.")) or self.prefix + name in places
-            found[name if bare else self.prefix + name] = place
-        return found
+            prefixed[name if bare else self.prefix + name] = place
+        return prefixed
 
     def _files(self) -> dict[str, str]:
         """Map the name of each tensor to the path of its file; one file comes before an index, as in transformers."""
         path, single = (os.path.join(self.path, name) for name in (INDEX, SINGLE))
         if os.path.exists(path) and os.path.exists(single):
-            said = f"{self.key}: {single} is read, as transformers does, and not the files of {INDEX}"
-            warnings.warn(said, stacklevel=2)
+            warning = f"{self.key}: {single} is read, as transformers does, and not the files of {INDEX}"
+            warnings.warn(warning, stacklevel=2)
         elif os.path.exists(path):
             index = check(ShardIndex, read_json(path, INDEX_BYTES, f"{self.key}: "), f"{self.key}: {path}")
-            places = {file: self._require(file) for file in set(index.weight_map.values())}
-            return {name: places[file] for name, file in index.weight_map.items()}
+            paths = {file: self._require(file) for file in set(index.weight_map.values())}
+            return {name: paths[file] for name, file in index.weight_map.items()}
         path = self._require(SINGLE)
         with self._open(path) as file:
             return dict.fromkeys(file.keys(), path)
@@ -170,17 +170,17 @@ class TensorFolder:
             assert index is not None, "the sharding knows the leaf's shape"
             outer, inner = index[: len(leading)], index[len(leading) :]
             ranges = [range(size)[part] for size, part in zip(leading, outer)]
-            places = list(np.ndindex(*map(len, ranges)))
+            indices = list(np.ndindex(*map(len, ranges)))
             out = np.empty(0)
-            for place in places:
-                name = _slice_name(spec, tuple(r[i] for r, i in zip(ranges, place)))
+            for index_of_part in indices:
+                name = _slice_name(spec, tuple(r[i] for r, i in zip(ranges, index_of_part)))
                 part = _from_hf(spec, self.tensor(name))[inner]
-                if place is places[0]:
+                if index_of_part is indices[0]:
                     out = np.empty((*map(len, ranges), *part.shape), dtype or part.dtype)
                 with np.errstate(over="ignore"):  # refused below
-                    out[place] = part
+                    out[index_of_part] = part
                 # Under 1 ns a value, less than reading and widening it.
-                if bad := out[place].size - np.count_nonzero(np.isfinite(out[place])):
+                if bad := out[index_of_part].size - np.count_nonzero(np.isfinite(out[index_of_part])):
                     raise InputError(
                         f"{self.key}: {name} in '{self.path}' has {bad} values that are not finite, of {part.size}"
                     )
@@ -249,8 +249,8 @@ def _hf_shape(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def _rearrange_to_hf(spec: ParamSpec, ours: np.ndarray) -> np.ndarray:
-    left, right = spec.hf_layout.split(" -> ")
-    return einops.rearrange(ours, f"{right} -> {left}")
+    theirs, right = spec.hf_layout.split(" -> ")
+    return einops.rearrange(ours, f"{right} -> {theirs}")
 
 
 def _from_hf(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:

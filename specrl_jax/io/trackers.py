@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Tracker:
-    """Shows nothing. Any call of a subclass may raise anything."""
+    """Shows nothing; the metrics of all processes but the first. Any call of a subclass may raise anything."""
 
     name = ""
 
@@ -47,8 +47,8 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # of the network, of a disk, of somebody else's program
                 self._open.remove(tracker)
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                self.say(f"{tracker.name} fails and is left out from here on ({said[:300]}); metrics.jsonl goes on")
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                self.say(f"{tracker.name} fails and is left out from here on ({reason[:300]}); metrics.jsonl goes on")
 
     def close(self) -> None:
         self.tell(lambda tracker: tracker.close())

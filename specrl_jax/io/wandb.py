@@ -39,8 +39,8 @@ class WandbRun(Tracker):
                 raise InputError(f"logging.wandb_project={project}: {error}") from None
             raise InputError(f"logging.wandb_project={project}: needs `pip install wandb`") from None
         except Exception as error:  # wandb raises errors of many types
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"logging.wandb_project={project}: {said}; '' does without") from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"logging.wandb_project={project}: {reason}; '' does without") from None
 
     def configure(self, config: dict[str, object]) -> None:
         if config != self._config:

@@ -86,7 +86,7 @@ def _recorded(path: str) -> WorkdirRecord:
 
 
 def _hold(path: str) -> None:
-    if (place := os.path.realpath(path)) in _held:
+    if (folder := os.path.realpath(path)) in _held:
         return
     lock = open(os.path.join(path, "lock"), "a")  # noqa: SIM115 (stays open)
     try:
@@ -94,7 +94,7 @@ def _hold(path: str) -> None:
     except BlockingIOError:
         lock.close()
         raise InputError(f"--workdir {path}: another process is at work in it") from None
-    _held[place] = lock
+    _held[folder] = lock
 
 
 def check_workdir(path: str, config: Mapping[str, object]) -> None:

@@ -61,12 +61,12 @@ def accuracy_metrics(correct: np.ndarray, extracted: Sequence[Sequence[str | Non
     pass@n.
     """
     n = correct.shape[1]
-    found = {"accuracy": correct.mean(axis=1)}
-    found |= {f"pass_at_{k}": pass_at_k(correct, k) for k in _powers(n)}
+    by_name = {"accuracy": correct.mean(axis=1)}
+    by_name |= {f"pass_at_{k}": pass_at_k(correct, k) for k in _powers(n)}
     if n > 1 and any(answer is not None for row in extracted for answer in row):
-        found["majority"] = majority_at_n(correct, extracted)
+        by_name["majority"] = majority_at_n(correct, extracted)
     row: dict[str, float] = {}
-    for name, values in found.items():
+    for name, values in by_name.items():
         low, high = interval(values)
         row |= {f"{prefix}{name}": float(values.mean()), f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
     return row | {f"{prefix}pass_at_k": float(correct.any(axis=1).mean())}

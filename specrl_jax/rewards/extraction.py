@@ -93,8 +93,8 @@ def extract_text(response: str) -> str | None:
     if box:
         return box[0]
     plain, formulas = plain_text(tag[0] if tag else text)
-    found = _marked(plain) if tag else _stated(plain)
-    return None if found is None else with_formulas(found, formulas)
+    stated = _marked(plain) if tag else _stated(plain)
+    return None if stated is None else with_formulas(stated, formulas)
 
 
 def last_box(text: str) -> tuple[str, int] | None:
@@ -127,8 +127,8 @@ def last_tag(text: str) -> tuple[str, int] | None:
 def _stated(text: str) -> str | None:
     """Return the answer of a text without markup."""
     for mark in reversed(list(_MARK.finditer(text))):
-        line, rest = _first_line(text[mark.end() :])
-        if mark["hashes"] and _prose(line) and rest.strip() and not (_VALUE.match(line) or _THE_ANSWER_IS.match(line)):
+        line, after = _first_line(text[mark.end() :])
+        if mark["hashes"] and _prose(line) and after.strip() and not (_VALUE.match(line) or _THE_ANSWER_IS.match(line)):
             continue  # a heading
         return _marked(text[mark.end() :])
     return _unmarked(text)
@@ -136,11 +136,11 @@ def _stated(text: str) -> str | None:
 
 def _marked(text: str) -> str:
     """Return what stands behind a mark: in its line or, where that states nothing, at the end of the text."""
-    line, rest = _first_line(text)
-    found = _reduced(line)
-    if found is None and rest.strip():
-        found = _unmarked(f"{line}\n{rest}")
-    return line if found is None else found
+    line, after = _first_line(text)
+    value = _reduced(line)
+    if value is None and after.strip():
+        value = _unmarked(f"{line}\n{after}")
+    return line if value is None else value
 
 
 def _unmarked(text: str) -> str | None:
@@ -150,8 +150,8 @@ def _unmarked(text: str) -> str | None:
     if sentences := list(_IS.finditer(tail)):
         line = _sentences(tail[sentences[-1].end() :].partition("\n")[0])
         sentence = next(line, "")
-        found = _reduced(sentence.rstrip("!"))
-        return sentence if found is None else found
+        value = _reduced(sentence.rstrip("!"))
+        return sentence if value is None else value
     lines = (line for line in reversed(tail.split("\n")) if line.strip())
     sentences_ = (sentence for line in lines for sentence in reversed(list(_sentences(line))))
     for sentence, _ in zip(sentences_, range(SENTENCES)):
@@ -161,8 +161,8 @@ def _unmarked(text: str) -> str | None:
 
 
 def _first_line(text: str) -> tuple[str, str]:
-    line, _, rest = text.lstrip(" \t\r\n:*").partition("\n")
-    return line, rest
+    line, _, after = text.lstrip(" \t\r\n:*").partition("\n")
+    return line, after
 
 
 def _sentences(line: str) -> Iterator[str]:
@@ -180,8 +180,8 @@ def _prose(text: str) -> list[str]:
 
 def _reduced(line: str) -> str | None:
     """Return the value that a marked line states, or its words; None where it says more than one thing."""
-    text, said = _THE_ANSWER_IS.subn("", next(_sentences(line), ""), count=1)
-    short = _ASIDE.sub("", _CLAUSE.sub("", text.rstrip(" .!" if said else " .")))
+    text, removed = _THE_ANSWER_IS.subn("", next(_sentences(line), ""), count=1)
+    short = _ASIDE.sub("", _CLAUSE.sub("", text.rstrip(" .!" if removed else " .")))
     if not _prose(short):
         measured = _VALUE.match(short.strip()) and _WORD.search(short) and not _MATHS_WORD.search(short)
         return (measured and _value(short)) or short  # "18 dollars a day"

@@ -31,10 +31,10 @@ class Returned(NamedTuple):
 def find(path: str) -> Any:
     """Import what `package.module:name` or `FILE.py:name` names. Raises what the import raises."""
     module, _, name = path.rpartition(":")
-    found: Any = _load_file(module) if module.endswith(".py") else importlib.import_module(module)
+    value: Any = _load_file(module) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def load(path: str) -> Function:
@@ -52,8 +52,8 @@ def load(path: str) -> Function:
     try:
         signature.bind("response", "answer", **dict.fromkeys(asks))
     except TypeError as error:
-        wanted = "(response, answer) and, by keyword, any of prompt, row, tokens"
-        raise TypeError(f"{name}{signature} does not take {wanted}: {error}") from None
+        needed = "(response, answer) and, by keyword, any of prompt, row, tokens"
+        raise TypeError(f"{name}{signature} does not take {needed}: {error}") from None
     return Function(function, asks)
 
 
@@ -69,10 +69,10 @@ def source_of(path: str) -> str:
     if module.endswith(".py") or not module:
         return module
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # reported where it is loaded
         return ""
-    return (found and found.origin) or ""
+    return (spec and spec.origin) or ""
 
 
 def _load_file(path: str) -> types.ModuleType:
@@ -82,9 +82,9 @@ def _load_file(path: str) -> types.ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     name = file.removesuffix(".py")
-    if (known := sys.modules.get(name)) and getattr(known, "__file__", None) == path:
-        return known
-    if known:  # a file may be called like a module that is in use
+    if (loaded := sys.modules.get(name)) and getattr(loaded, "__file__", None) == path:
+        return loaded
+    if loaded:  # a file may be called like a module that is in use
         name = f"_reward_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader  # as for every name that ends in .py

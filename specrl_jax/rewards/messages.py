@@ -86,10 +86,10 @@ def _read(channel: socket.socket, count: int, end: float) -> bytes:
     """Return `count` bytes, read before `end` on the monotonic clock."""
     data = bytearray()
     while len(data) < count:
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        channel.settimeout(None if left == math.inf else left)
+        channel.settimeout(None if remaining == math.inf else remaining)
         piece = channel.recv(min(count - len(data), 2**16))
         if not piece:
             raise EOFError

@@ -4,55 +4,25 @@ Each worker has a thread, which hands it a few answers at a time and hears of ea
 alone, each has the full time limit, and it is known which one a worker was scoring when it died.
 """
 
-import atexit
-import multiprocessing
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from specrl_jax.rewards.code.reward import CodeOptions
-from specrl_jax.rewards.messages import NotScored, Outcome, RewardInput
-from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
+from specrl_jax.rewards.messages import Outcome, RewardInput
+from specrl_jax.rewards.process import Lost, WorkerProcess
+from specrl_jax.rewards.worker_group import WorkerGroup, WorkerOptions, how_lost
 
 MAX_ROWS = 32  # that a worker gets at once
 ATTEMPTS = 2  # workers that an answer may lose
-LOSSES = 5  # times the number of workers: so many that end in a row before they score anything fail the run
 
 
-class Workers:
-    """`count` processes that score with the rewards `names`; they start when first needed.
+class Workers(WorkerGroup):
+    """Processes that score with the rewards `names`; arguments as of `WorkerGroup`."""
 
-    Args:
-      timeout: seconds for all rewards of one answer.
-      memory: bytes that a worker may take beyond its imports.
-      code: options of the reward `code`, where it is among them.
-    """
-
-    def __init__(
-        self, names: Sequence[str], timeout: float, count: int, *, memory: int, code: CodeOptions | None = None
-    ) -> None:
-        self.names, self.timeout, self.count, self.memory, self.code = tuple(names), timeout, count, memory, code
+    def __init__(self, names: Sequence[str], options: WorkerOptions, code: CodeOptions | None = None) -> None:
+        super().__init__(names, options, code)
         self._calls = threading.RLock()  # one at a time
-        self._changes = threading.Lock()  # of what follows
-        self._workers: list[WorkerProcess] = []
-        self._losses = 0  # since a worker last scored something
-
-    def start(self) -> None:
-        """Start the processes without waiting for them."""
-        with self._calls:
-            if not self._workers:
-                self._workers = [WorkerProcess(self.names, self.memory, self.code) for _ in range(self.count)]
-                atexit.register(self.close)
-
-    def close(self) -> None:
-        """End the processes; a call in another thread raises RuntimeError. A later call starts new ones."""
-        with self._changes:
-            workers, self._workers, self._losses = self._workers, [], 0
-        if workers:
-            atexit.unregister(self.close)
-        for worker in workers:
-            worker.end()
 
     def problem(self) -> str:
         """Return why a worker cannot load the rewards, in one line; "" if it can. Waits for a worker."""
@@ -62,9 +32,9 @@ class Workers:
             try:
                 return worker.hello().problem
             except Lost as lost:
-                said = _said(lost, worker.end())
+                ending = how_lost(lost, worker.end())
             self.close()
-            return f"loading {', '.join(self.names)}: the worker {said}"
+            return f"loading {', '.join(self.names)}: the worker {ending}"
 
     def score(self, rows: Sequence[RewardInput], while_waiting: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the outcomes in order. Raises NotScored if workers die before they score, RuntimeError on `close`.
@@ -105,41 +75,26 @@ class Workers:
 
     def _score_chunk(self, place: int, batch: "_Batch", chunk: list[int], workers: list[WorkerProcess]) -> bool:
         """Score answers; give back those that the worker did not begin. Return whether it lives on."""
-        left, full = deque(chunk), False
+        unscored, full = deque(chunk), False
         try:
             for outcome, is_full in workers[place].score([batch.rows[i] for i in chunk], self.timeout):
-                batch.settle(left.popleft(), outcome)
+                batch.settle(unscored.popleft(), outcome)
                 self._losses, full = 0, is_full
         except TimeoutError:
             self._replace(place, workers)
-            batch.settle(left.popleft(), Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s"))
+            batch.settle(unscored.popleft(), Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s"))
             return False
         except Lost as lost:
-            said = self._replace(place, workers, lost)
-            batch.lost[left[0]] += 1
-            if batch.lost[left[0]] == ATTEMPTS:
-                batch.settle(left.popleft(), Outcome((), failure="died", detail=f"the worker {said}"))
+            ending = self._replace(place, workers, lost)
+            batch.lost[unscored[0]] += 1
+            if batch.lost[unscored[0]] == ATTEMPTS:
+                batch.settle(unscored.popleft(), Outcome((), failure="died", detail=f"the worker {ending}"))
             return False
         finally:
-            batch.give_back(left)
+            batch.give_back(unscored)
         if full:
             self._replace(place, workers)
         return not full
-
-    def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
-        """Replace the worker in a place; return what became of it."""
-        said = _said(lost, workers[place].end())
-        with self._changes:
-            if workers is not self._workers:
-                raise RuntimeError("reward workers: closed during a call")
-            workers[place] = WorkerProcess(self.names, self.memory, self.code)
-        return said
-
-    def _count_loss(self, said: str) -> None:
-        with self._changes:
-            self._losses += 1
-            if self._losses >= LOSSES * self.count:
-                raise NotScored(f"reward workers die: {self._losses} times in a row; the last {said}")
 
 
 class _Batch:
@@ -190,13 +145,3 @@ class _Batch:
 
     def _over(self) -> bool:
         return self._error is not None or len(self._outcomes) == len(self.rows)
-
-
-def _said(lost: Lost | None, ended: str) -> str:
-    """Return what became of a worker: how it ended, unless it had to be ended."""
-    return ended if str(lost) == GONE else str(lost or "")
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else multiprocessing.cpu_count()

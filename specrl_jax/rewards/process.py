@@ -126,8 +126,8 @@ class WorkerProcess:
             self._guard.kill()
             status = self._guard.wait()
         ended_by = -status if status < 0 else status - 128
-        known = ended_by in set(signal.Signals)
-        return f"was ended by {signal.Signals(ended_by).name}" if known else f"ended with status {status}"
+        is_signal = ended_by in set(signal.Signals)
+        return f"was ended by {signal.Signals(ended_by).name}" if is_signal else f"ended with status {status}"
 
     def _send(self, message: Sequence[object], seconds: float) -> None:
         self._number += 1

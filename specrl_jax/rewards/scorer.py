@@ -14,11 +14,10 @@ from specrl_jax.rewards.environments.session import BUILT_IN as ENVIRONMENTS
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.function import file_of
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, RewardInput
-from specrl_jax.rewards.pool import Workers, cores
-from specrl_jax.rewards.sandbox.limits import GIB
+from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.worker import CODE, NAMES
+from specrl_jax.rewards.worker_group import DEFAULT, WorkerOptions
 
-MAX_WORKERS = 8  # by default
 MAX_NAMES = 64  # different parts in one batch
 
 _NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
@@ -74,9 +73,6 @@ class Scorer:
       names: rewards of `NAMES`, `package.module:function` or `FILE.py:function`; a function is imported in
         workers only.
       weights: of the rewards in the total; () is 1 for each.
-      timeout: seconds for all rewards of one answer.
-      workers: processes; 0 is one per core, at most 8.
-      memory: GiB that a worker may take beyond its imports.
       correct_from: the first reward, or the sum of an environment that alone rewards, from which an answer is correct
         where neither says.
       code: sandbox and limits of the reward `code`, which needs them.
@@ -90,10 +86,8 @@ class Scorer:
         self,
         names: tuple[str, ...],
         weights: tuple[float, ...] = (),
-        timeout: float = 10.0,
         *,
-        workers: int = 0,
-        memory: float = 4.0,
+        workers: WorkerOptions = DEFAULT,
         correct_from: float = 1.0,
         code: CodeOptions | None = None,
         environment: EnvironmentWorkers | None = None,
@@ -105,8 +99,7 @@ class Scorer:
         self.environment = environment
         self.names, self.correct_from = tuple(names), correct_from
         self.weights = tuple(weights) or (1.0,) * len(names)
-        count = workers or min(cores(), MAX_WORKERS)
-        self._workers = Workers(self.names, timeout, count, memory=int(memory * GIB), code=code)
+        self._workers = Workers(self.names, workers, code)
         if missing := [file for file in map(file_of, self.names) if file and not os.path.isfile(file)]:
             raise InputError(f"reward.name: no file '{missing[0]}'")
         if self._has_users() and (problem := self._workers.problem()):
@@ -142,15 +135,15 @@ class Scorer:
         """Score rows' own answers. Raises InputError naming the first place where one does not earn 1."""
         outcomes = self._workers.score([one.row for one in own]) if own else []
         for one, outcome in zip(own, outcomes):
-            said = f"{outcome.failure}: {outcome.detail}"
+            reason = f"{outcome.failure}: {outcome.detail}"
             if not outcome.failure:
                 paid = outcome.rewards[self.names.index(one.reward)]
                 if paid == 1:
                     continue
-                said = f"earns {paid:g}, so no response can earn 1"
+                reason = f"earns {paid:g}, so no response can earn 1"
             raise InputError(
                 f"{one.where}: the row's own answer, {one.row.response!r:.200}, scored by reward.name={one.reward}: "
-                f"{said}; mend the row or leave it out"
+                f"{reason}; mend the row or leave it out"
             )
 
     def __call__(
@@ -207,14 +200,14 @@ class Scorer:
 
 def _with_few_parts(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Fail the outcomes whose parts would make more than MAX_NAMES different ones: each is a column and a metric."""
-    known: set[str] = set()
-    kept = []
+    names: set[str] = set()
+    checked = []
     for outcome in outcomes:
-        if len(known | outcome.parts.keys()) > MAX_NAMES:
+        if len(names | outcome.parts.keys()) > MAX_NAMES:
             outcome = Outcome((), failure="error", detail=f"rewards return more than {MAX_NAMES} different parts")
-        known |= outcome.parts.keys()
-        kept.append(outcome)
-    return kept
+        names |= outcome.parts.keys()
+        checked.append(outcome)
+    return checked
 
 
 def _part_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
@@ -227,22 +220,14 @@ def label(name: str) -> str:
     return os.path.basename(name).replace(".py:", ":") if file_of(name) else name
 
 
-def make_environment(name: str, seconds: float, workers: int, *, memory: float) -> EnvironmentWorkers | None:
-    """Return the workers of an environment, None where `name` is ''. Raises InputError for a missing file.
-
-    Args:
-      seconds: of a step.
-      workers: processes; 0 is one per core, at most 8.
-      memory: GiB that a worker may take beyond its imports.
-    """
+def make_environment(name: str, workers: WorkerOptions) -> EnvironmentWorkers | None:
+    """Return the workers of an environment, None where `name` is ''. Raises InputError for a missing file."""
     if not name:
         return None
     check_environment(name)
     if (file := file_of(name)) and not os.path.isfile(file):
         raise InputError(f"environment.name: no file '{file}'")
-    return EnvironmentWorkers(
-        name, label(name), seconds, count=workers or min(cores(), MAX_WORKERS), memory=int(memory * GIB)
-    )
+    return EnvironmentWorkers(name, label(name), workers)
 
 
 def check_environment(name: str) -> None:

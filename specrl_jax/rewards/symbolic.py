@@ -56,9 +56,9 @@ def symbolic(response: str, answer: str) -> float:
         gold, text = alone[1], number[1] if number else text
     if not text or not gold or len(text) > LONGEST:
         return 0.0
-    wanted, given = as_integer(gold), as_integer(text)
-    if wanted is not None and given is not None:
-        return float(wanted == given)
+    gold_integer, integer = as_integer(gold), as_integer(text)
+    if gold_integer is not None and integer is not None:
+        return float(gold_integer == integer)
     if as_words(gold) or as_words(text):
         return float(as_words(gold) == as_words(text))
     from specrl_jax.rewards.mathematics.equality import equal_texts
@@ -74,8 +74,8 @@ def extract_value(response: str) -> str | None:
     text = strip_answer(extract_text(response) or "")
     if not text or len(text) > LONGEST:
         return None
-    if known := as_integer(text) or as_words(text):
-        return known
+    if plain := as_integer(text) or as_words(text):
+        return plain
     from specrl_jax.rewards.mathematics.equality import canonical
 
     return canonical(text)

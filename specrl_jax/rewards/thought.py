@@ -25,7 +25,7 @@ def with_prefilled(prompt: str, response: str) -> str:
 
     The prompt may go on after it, as where a template or a row begins the thought.
     """
-    begun = prompt.rfind("<think>")
-    if begun < 0 or not (found := _PREFILLED.search(prompt, max(0, begun - 30))):
+    start = prompt.rfind("<think>")
+    if start < 0 or not (opened := _PREFILLED.search(prompt, max(0, start - 30))):
         return response
-    return prompt[found.start(1) :] + response
+    return prompt[opened.start(1) :] + response

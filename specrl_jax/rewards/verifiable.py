@@ -22,11 +22,11 @@ def countdown(response: str, answer: str) -> float:
     """
     try:
         target, numbers = answer.split(":")
-        wanted, given = int(target), sorted(int(n) for n in numbers.split())
+        goal, given = int(target), sorted(int(n) for n in numbers.split())
         value, used = evaluate_expression(extract_answer(response) or "")
     except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0  # a model may write anything: text that is no expression is a wrong answer, not an error
-    return float(value == wanted and sorted(used) == given)
+    return float(value == goal and sorted(used) == given)
 
 
 def answer_line(response: str, answer: str) -> float:

@@ -23,6 +23,7 @@ from specrl_jax.data.schemas import Schema
 from specrl_jax.data.special import read_recorded
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
@@ -155,7 +156,12 @@ def _responses(
             prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
             engine, noise = rollout.plain_engine, rollout.config.seed + ANSWERS_SEED_OFFSET
             found = engine.generate(
-                weights, prompts, grpo.group_size, seed=noise, first_id=first_id, on_progress=display.update_phase
+                weights,
+                prompts,
+                grpo.group_size,
+                seed=noise,
+                options=CallOptions(first_id=first_id),
+                on_progress=display.update_phase,
             )
             return found.tokens, found.prompt_length, found.length, found.environment
 

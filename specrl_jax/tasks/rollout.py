@@ -21,6 +21,7 @@ from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.agreement import worker_facts
@@ -199,11 +200,9 @@ class RolloutWorker:
             ask.prompts,
             ask.samples,
             seed=ask.seed,
-            first_id=ask.ids,
+            options=CallOptions(first_id=ask.ids, responses=ask.responses or None, continuation=how),
             on_progress=self._stop,
             lengths=self._lengths(ask),
-            responses=ask.responses or None,
-            continuation=how,
         )
         return WorkerAnswer(rollouts, texts=pack_texts(lookahead.texts, later.ids))
 

@@ -17,6 +17,7 @@ from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock
@@ -153,10 +154,9 @@ def _own_answers(
         [rollout.tokenizer.encode(problem.prompt) for problem in asked],
         samples,
         seed=rollout.config.seed + EVAL_SEED_OFFSET,
-        first_id=share.group.start * samples,
+        options=CallOptions(first_id=share.group.start * samples, turns=turns),
         on_progress=on_progress,
         lengths=lengths,
-        turns=turns,
     )
     own = np.arange(count).reshape(-1, each)[share.within]
     parts = list[ScoredRollouts]()

@@ -13,6 +13,7 @@ from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, group_rows
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.process_groups import Share
@@ -279,12 +280,9 @@ class RolloutGenerator:
                 prompts,
                 self._grpo.group_size,
                 seed=self._config.rollout.seed,
-                first_id=ids,
+                options=CallOptions(first_id=ids, history=history, continuation=how, turns=turns),
                 on_progress=self._on_progress,
                 lengths=lengths,
-                history=history,
-                continuation=how,
-                turns=turns,
             )
 
         return call

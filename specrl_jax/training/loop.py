@@ -13,10 +13,10 @@ import numpy as np
 from specrl_jax import distributed
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.agreement import named_files
-from specrl_jax.io.metrics import MetricsWriter, NoMetrics, StepMetrics, read_metrics
+from specrl_jax.io.metrics import MetricsWriter, StepMetrics, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.signals import raise_once_set
-from specrl_jax.io.trackers import Trackers
+from specrl_jax.io.trackers import Tracker, Trackers
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.async_pipeline import make_pipeline
@@ -128,9 +128,8 @@ class _Run:
         self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, self.stop, shown=distributed.is_first_process())
         self.trackers.say = self.display.say
-        self.writer: MetricsWriter | NoMetrics = NoMetrics()
-        if distributed.is_first_process():
-            self.writer = MetricsWriter(self.workdir, earlier_rows, self.trackers)
+        first = distributed.is_first_process()
+        self.writer = MetricsWriter(self.workdir, earlier_rows, self.trackers) if first else Tracker()
         learner.programs.on_program = self.display.say_learner_program
         rollout.engine.compiled.beside = True
         # A controller follows the clock in any case; processes that run in lock-step shrink together.

@@ -9,6 +9,7 @@ from specrl_jax.rewards.sandbox.choose import choose
 from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
+from specrl_jax.rewards.worker_group import WorkerOptions
 
 
 def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnAnswer] = ()) -> Scorer:
@@ -19,13 +20,11 @@ def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnA
     """
     r, e = config.reward, config.environment
     code = _code_options(r) if CODE in r.names else None
-    environment = make_environment(e.name, e.seconds, e.workers, memory=r.memory)
+    environment = make_environment(e.name, WorkerOptions(e.workers, e.seconds, r.memory))
     scorer = Scorer(
         r.names,
         r.weights,
-        r.timeout,
-        workers=r.workers,
-        memory=r.memory,
+        workers=WorkerOptions(r.workers, r.timeout, r.memory),
         correct_from=r.correct_from,
         code=code,
         environment=environment,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.decoding.alarm import Alarm
-from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
@@ -225,7 +225,7 @@ class _Observed(NamedTuple):
     rollouts: Rollouts
 
 
-class Guarded:
+class Guarded(DraftLengthPolicy):
     """A controller behind a lock; while the alarm is on it drafts in probe chunks only."""
 
     def __init__(self, controller: Controller, tripped: bool, lock: threading.RLock) -> None:

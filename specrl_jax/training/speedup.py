@@ -13,6 +13,7 @@ from specrl_jax.config import Config
 from specrl_jax.data.problem import Problem
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import Stopped
@@ -68,7 +69,7 @@ def timed(
         seed=work.seed,
         on_progress=on_progress,
         lengths=lengths,
-        responses=work.responses,
+        options=CallOptions(responses=work.responses),
     )
     return rollouts, time.perf_counter() - start
 

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
 from specrl_jax.decoding.engine import Engine, check_prompts
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.programs import Program
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
-from specrl_jax.decoding.turns import Turns
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.training.engines import RolloutEngines
@@ -58,13 +57,9 @@ class RemoteEngine(Engine):
         samples: int,
         *,
         seed: int,
-        first_id: int | np.ndarray = 0,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
         lengths: DraftLengthPolicy | None = None,
-        history: History | None = None,
-        responses: Sequence[int] | None = None,
-        continuation: Continuation[Weights] | None = None,
-        turns: Turns | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        options: CallOptions[Weights] | None = None,
     ) -> Rollouts:
         """Generate as `Engine.generate` does; each worker that is there takes an equal share of the prompts. All
         processes of the learner call it alike.
@@ -74,13 +69,14 @@ class RemoteEngine(Engine):
 
         Raises WorkersFailed besides.
         """
-        assert turns is None
+        options = options or CallOptions()
+        assert options.turns is None
         check_prompts(prompts, self.config.max_prompt_tokens)
         each, count = samples + self.greedy, len(prompts)
         if not count * samples:
             raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
-        ids = rollout_ids(first_id, count, samples, each=each)
-        how = continuation or Continuation()
+        ids = rollout_ids(options.first_id, count, samples, each=each)
+        how, responses = options.continuation, options.responses
         lookahead = how.lookahead or Lookahead([], np.zeros(0, np.int64))
         common = self._ask(samples, seed, lengths)._replace(version=how.version)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify.types import Draft
-from specrl_jax.decoding.admission import admit, flat_inputs, largest_probability, of_shards
-from specrl_jax.decoding.pages import PagePool, PageTable
+from specrl_jax.decoding.admission import admit, flat_inputs, largest_probability
+from specrl_jax.decoding.pages import PagePool, PageTable, pick
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import cells, toys
@@ -240,7 +240,7 @@ def test_positions_go_to_the_forward_and_its_results_back():
     assert there.sum() == 3 + 5
     np.testing.assert_array_equal(paging.table.read[:, 0][there], tokens[:, 0][there] // 10)
     np.testing.assert_array_equal(paging.positions[:, 0][there] - 4, tokens[:, 0][there] % 10)
-    back = of_shards(tokens, chosen.place)[..., 0]
+    back = pick(tokens, chosen.flat_index)[..., 0]
     for row, count in enumerate(chosen.admitted):
         assert back[row, : count + 1].tolist() == inputs[row, : count + 1].tolist()
 

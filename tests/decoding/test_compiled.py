@@ -13,6 +13,7 @@ import pytest
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.programs import Program
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import Stopped
@@ -63,7 +64,9 @@ def compiled():
     run = make_engine(cell, EngineConfig(16, 3, 10, **sizes), 3, lengths=(0, 1, 3))
     told = {}
     run.compiled.compile_all(TARGET, told.__setitem__)
-    return run, Controller((0, 1, 3), (16, 8, 2), probe_budget=1.0), told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specrl_jax.decoding.controller.PROBE_BUDGET", 1.0)
+        yield run, Controller((0, 1, 3), (16, 8, 2)), told
 
 
 @pytest.mark.slow
@@ -78,7 +81,9 @@ def test_after_compile_all_nothing_is_compiled(compiled):
             *((PROMPTS, 3, FixedLength(k)) for k in (0, 1, 3)),
             (PROMPTS, 1, controller),
         ):
-            chunks += run.generate(TARGET, prompts, samples, seed=3, lengths=lengths, history=history).chunks
+            chunks += run.generate(
+                TARGET, prompts, samples, seed=3, lengths=lengths, options=CallOptions(history=history)
+            ).chunks
     # What the controller chose depends on the clock; the fixed lengths went through every size.
     assert {(chunk.size, chunk.k) for chunk in chunks} == {(size, k) for size in (16, 8, 2) for k in (0, 1, 3)}
     assert seen == []
@@ -274,10 +279,10 @@ def test_a_batch_stays_large_while_the_programs_of_a_smaller_one_compile():
     run = toys.toy_engine(EngineConfig(8, 3, 8, chunk=1, sizes=(2,)), Sampling(), (99,))
     run.compiled.beside = run.compiled.stays_large = True
     run.compiled.begin_next = lambda *_: None  # still compiling
-    first = run.generate(TARGET, PROMPTS[:8], 1, seed=3, responses=[8, *[2] * 7])
+    first = run.generate(TARGET, PROMPTS[:8], 1, seed=3, options=CallOptions(responses=[8, *[2] * 7]))
     assert {chunk.size for chunk in first.chunks} == {8} and run.compiled.postponed(2)
     run.compiled.compile_all(TARGET)
-    second = run.generate(TARGET, PROMPTS[:8], 1, seed=3, responses=[8, *[2] * 7])
+    second = run.generate(TARGET, PROMPTS[:8], 1, seed=3, options=CallOptions(responses=[8, *[2] * 7]))
     assert {chunk.size for chunk in second.chunks} == {8, 2} and not run.compiled.postponed(2)
     np.testing.assert_array_equal(first.tokens, second.tokens)
 

@@ -12,6 +12,7 @@ import pytest
 
 from specrl_jax.decoding import continuation
 from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from tests.decoding.test_reverify import FEWEST, LONGEST, NEW, PROMPTS, SAMPLES, SEED, assert_same, engine_of, old
 from tests.helpers.long import long_but
@@ -31,13 +32,14 @@ def stopped_and_continued(engine, tables, counts):
     begun, calls = None, []
     for table, count, version in itertools.zip_longest(tables, counts, VERSIONS[: len(tables)], fillvalue=10**6):
         how = Continuation(version, partial=begun, enough=until(count))
-        begun = engine.generate(table, PROMPTS, SAMPLES, seed=SEED, continuation=how)
+        begun = engine.generate(table, PROMPTS, SAMPLES, seed=SEED, options=CallOptions(continuation=how))
         calls.append(begun)
     return calls
 
 
-def plain(engine, table, **more):
-    return engine.generate(table, PROMPTS, SAMPLES, seed=SEED, **more)
+def plain(engine, table, continuation=None):
+    options = CallOptions(continuation=continuation) if continuation else None
+    return engine.generate(table, PROMPTS, SAMPLES, seed=SEED, options=options)
 
 
 LIMITS = {"": {}, "few pages": {"pages": 16, "page_tokens": 4}, "sizes": {"sizes": (2,)}, "parity": {"width": 4}}

@@ -12,6 +12,7 @@ import pytest
 
 from kernels_pallas.verify import reference
 from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
@@ -32,7 +33,7 @@ def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **s
     with jax.enable_x64(True):
         run = make_engine(cell, limits, k, np.float64, lengths=programs)
         history = history_of(PROMPTS, LONGEST, V - 1)
-        return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, history=history)
+        return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, options=CallOptions(history=history))
 
 
 @functools.cache
@@ -98,10 +99,11 @@ def changing(*lengths):
 
 
 @pytest.mark.slow
-def test_nor_on_what_a_controller_chooses(in_float64):
+def test_nor_on_what_a_controller_chooses(in_float64, monkeypatch):
     """An adaptive run that probes often, over three lengths and two sizes."""
     programs, sizes = (0, 1, 3), (32, 8)
-    controller = Controller(programs, sizes, probe_budget=1.0)
+    monkeypatch.setattr("specrl_jax.decoding.controller.PROBE_BUDGET", 1.0)
+    controller = Controller(programs, sizes)
     out = generate("stateful", 3, controller, programs=programs, num_slots=32, sizes=(8,), chunk=3)
     assert_same_tokens(out)
     assert len({chunk.k for chunk in out.chunks}) > 1 and {chunk.size for chunk in out.chunks} == set(sizes)

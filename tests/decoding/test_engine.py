@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import types
 
 import hypothesis.strategies as st
 import jax
@@ -14,6 +15,7 @@ from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.engine import shares
+from specrl_jax.decoding.requests import CallOptions, Requests
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
@@ -245,7 +247,7 @@ def test_the_joint_distribution_over_successive_blocks_is_the_targets(eos, tempe
 
 @pytest.fixture(scope="module")
 def expected():
-    return engine(Sampling(0.8, 0, 0.95)).generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70)
+    return engine(Sampling(0.8, 0, 0.95)).generate(TABLE, PROMPTS, samples=2, seed=3, options=CallOptions(first_id=70))
 
 
 def assert_same_rollouts(got, wanted):
@@ -274,7 +276,9 @@ def assert_same_rollouts(got, wanted):
     ids=str,
 )
 def test_rollouts_do_not_depend_on_slots_waves_chunks_or_padding(expected, sizes):
-    out = engine(Sampling(0.8, 0, 0.95), **sizes).generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70)
+    out = engine(Sampling(0.8, 0, 0.95), **sizes).generate(
+        TABLE, PROMPTS, samples=2, seed=3, options=CallOptions(first_id=70)
+    )
     np.testing.assert_array_equal(out.rollout_id, 70 + np.arange(10))
     np.testing.assert_array_equal(out.prompt_index, np.arange(10) // 2)
     assert_same_rollouts(out, expected)
@@ -298,16 +302,18 @@ def test_rollouts_do_not_depend_on_the_number_of_devices(k):
 
 def test_rollouts_do_not_depend_on_the_other_prompts(expected):
     run = engine(Sampling(0.8, 0, 0.95))
-    alone = run.generate(TABLE, PROMPTS[2:3], samples=2, seed=3, first_id=74)
+    alone = run.generate(TABLE, PROMPTS[2:3], samples=2, seed=3, options=CallOptions(first_id=74))
     assert_same_rollouts(alone, expected)
     changed = [[2, 0, 2, 1] if i != 2 else prompt for i, prompt in enumerate(PROMPTS)]
-    among_others = responses(run.generate(TABLE, changed, samples=2, seed=3, first_id=70))
+    among_others = responses(run.generate(TABLE, changed, samples=2, seed=3, options=CallOptions(first_id=70)))
     assert {i: among_others[i] for i in (74, 75)} == responses(alone)
 
 
 def test_rollouts_do_not_depend_on_how_samples_are_grouped(expected):
     repeated = [prompt for prompt in PROMPTS for _ in range(2)]
-    assert_same_rollouts(engine(Sampling(0.8, 0, 0.95)).generate(TABLE, repeated, 1, seed=3, first_id=70), expected)
+    assert_same_rollouts(
+        engine(Sampling(0.8, 0, 0.95)).generate(TABLE, repeated, 1, seed=3, options=CallOptions(first_id=70)), expected
+    )
 
 
 def test_the_same_seed_and_ids_repeat_and_others_do_not():
@@ -315,7 +321,7 @@ def test_the_same_seed_and_ids_repeat_and_others_do_not():
     first = run.generate(TABLE, PROMPTS[:1], samples=50, seed=3)
     assert responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=3)) == responses(first)
     other_seed = responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=4))
-    other_ids = responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=3, first_id=50))
+    other_ids = responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=3, options=CallOptions(first_id=50)))
     for other in (other_seed.values(), other_ids.values()):
         # Fifty pairs of independent responses: few agree, and here fewer than half do.
         assert np.mean([a == b for a, b in zip(other, responses(first).values(), strict=True)]) < 0.5
@@ -328,19 +334,24 @@ def test_the_samples_of_a_group_differ():
 
 def test_rollout_ids_use_all_32_bits():
     run = engine()
-    high = run.generate(TABLE, PROMPTS[:1], samples=10, seed=0, first_id=2**32 - 10)
+    high = run.generate(TABLE, PROMPTS[:1], samples=10, seed=0, options=CallOptions(first_id=2**32 - 10))
     assert high.rollout_id.tolist() == list(range(2**32 - 10, 2**32))
-    low = run.generate(TABLE, PROMPTS[:1], samples=10, seed=0, first_id=2**31 - 10)
+    low = run.generate(TABLE, PROMPTS[:1], samples=10, seed=0, options=CallOptions(first_id=2**31 - 10))
     assert list(responses(high).values()) != list(responses(low).values())
 
 
 # --- the host's side
 
 
+def never_compiled(run):
+    """Return an engine whose programs cannot be compiled: any work fails."""
+    parts = types.SimpleNamespace(config=run.config, functions=run.compiled.functions)
+    return dataclasses.replace(run, compiled=parts)
+
+
 @pytest.mark.parametrize("length, word", [(5, "5 tokens"), (0, "0 tokens")])
 def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
-    # Without compiled functions any work fails otherwise.
-    run = dataclasses.replace(engine(max_prompt_tokens=4), compiled=None)
+    run = never_compiled(engine(max_prompt_tokens=4))
     with pytest.raises(InputError, match=rf"prompt 1 has {word}.*max_prompt_tokens=4"):
         run.generate(TABLE, [[1], [1] * length], samples=1, seed=0)
 
@@ -349,9 +360,9 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
     "given, word", [([9, 1], "9 tokens for rollout 0.*=8"), ([1, 0], "0 tokens"), ([1], "1 lengths for 2")]
 )
 def test_lengths_of_responses_that_cannot_be_are_refused_before_any_work(given, word):
-    run = dataclasses.replace(engine(max_response_tokens=8), compiled=None)
+    run = never_compiled(engine(max_response_tokens=8))
     with pytest.raises(InputError, match=word):
-        run.generate(TABLE, [[1]], samples=2, seed=0, responses=given)
+        run.generate(TABLE, [[1]], samples=2, seed=0, options=CallOptions(responses=given))
 
 
 def test_a_prompt_of_exactly_the_longest_length_fits():
@@ -426,7 +437,7 @@ def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
 
     run.compiled.empty, run.compiled.refill = empty, refilled
     before, lengths = buffers(), Controller((0, 1), (4, 2))
-    calibration.calibrate(run, TABLE, PROMPTS, samples=2, lengths=lengths, seed=0, after_chunk=lambda: None)
+    run.prepare(TABLE, Requests(PROMPTS, 2), lengths, seed=0, look=lambda: None)
     assert not lengths.unmeasured(4) and not lengths.unmeasured(2)
     assert set(held) == {before} and set(prefilled) == {2}, "one batch at a time, of two groups of two"
     assert len(held) == len(prefilled) and (len(held) == 1) == (longest == 300)
@@ -445,9 +456,7 @@ def test_calibration_counts_the_tokens_of_rows_that_run():
     sizes = EngineConfig(4, 8, 8, chunk=16, page_tokens=2)
     sizes = dataclasses.replace(sizes, pages=sizes.fewest_pages)
     run = toys.toy_engine(sizes, Sampling(), (), PAD, toys.toy_drafter(DRAFT_TABLE, 1, 1.0))
-    calibration.calibrate(
-        run, TABLE, [[1, 2] * 4], samples=1, lengths=Told((0, 1), (4,)), seed=0, after_chunk=lambda: None
-    )
+    run.prepare(TABLE, Requests([[1, 2] * 4], 1), Told((0, 1), (4,)), seed=0, look=lambda: None)
     assert len(told) == 2 and all(8 <= tokens <= sizes.pages * sizes.page_tokens for tokens in told)
 
 
@@ -656,7 +665,9 @@ def test_a_greedy_rollout_of_each_prompt_beside_its_samples(rule):
     drafter, sampling = toys.stateful_drafter(NEARLY, 2, None, rule=rule), Sampling(0.8, 3, rule=rule)
     run = toys.stateful_engine(limits(num_slots=7), sampling, (EOS,), drafter, PAD, lengths=(2,))
     engines = run, run.sampled_as(sampling, run.response_tokens, greedy=True)
-    alone, both = (engine.generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70) for engine in engines)
+    alone, both = (
+        engine.generate(TABLE, PROMPTS, samples=2, seed=3, options=CallOptions(first_id=70)) for engine in engines
+    )
     greedily = np.arange(15) % 3 == 2
     assert_same_rollouts(both.take(~greedily), alone)
     by_hand = [greedy_by_hand(TABLE, prompt, longest=8)[0] for prompt in PROMPTS]
@@ -792,7 +803,9 @@ def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
 
 def test_every_rollout_carries_the_version_of_its_weights():
     version = WeightsVersion(weights_version=7, draft_version=5, checksum=2**32 - 1)
-    out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0, continuation=Continuation(version))
+    out = engine(num_slots=4).generate(
+        TABLE, PROMPTS, samples=2, seed=0, options=CallOptions(continuation=Continuation(version))
+    )
     for name, value in version._asdict().items():
         assert getattr(out, name).tolist() == [value] * 10
 
@@ -829,7 +842,7 @@ def test_another_temperature_compiles_nothing_and_draws_what_an_engine_of_its_ow
         with compilations() as seen:
             found = shared.sampled_as(other, response_tokens=5).generate(TABLE, prompts, 2, seed=7)
         assert seen == [] and found.response_length.max() <= 5
-        alone = engine(other).generate(TABLE, prompts, 2, seed=7, responses=[5] * 6)
+        alone = engine(other).generate(TABLE, prompts, 2, seed=7, options=CallOptions(responses=[5] * 6))
         np.testing.assert_array_equal(found.tokens, alone.tokens)
         np.testing.assert_array_equal(found.logprobs, alone.logprobs)
 

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig

@@ -78,7 +78,7 @@ class Deals:
         free = self.pool.count[row // (B // self.shards)]
         if fits := bool(self.parked and not self.held.count[row] and free >= self.parked[0]):
             count = self.parked.pop(0)
-            self.held = self.held._replace(shared=jnp.where(self.rows(row), 0, self.held.shared))
+            self.held = self.held._replace(num_shared=jnp.where(self.rows(row), 0, self.held.num_shared))
             self.pool, self.held = take(self.pool, self.held, jnp.where(self.rows(row), count, 0), P)
             assert self.held.count[row] == count
         return fits

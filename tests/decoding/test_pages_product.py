@@ -12,6 +12,7 @@ import random
 import numpy as np
 import pytest
 
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import cells, toys
@@ -48,7 +49,7 @@ def run(cell, **pages):
     engine = make_engine(cell, limits, lengths=(0,) if cell.drafter == "none" else (K,))
     parked = watched(engine)
     told = history_of(PROMPTS, cell.limit, V - 1 if cell.eos == "may end" else None)
-    return engine.generate(TARGET, prompts, samples, seed=3, history=told), parked
+    return engine.generate(TARGET, prompts, samples, seed=3, options=CallOptions(history=told)), parked
 
 
 @functools.cache

@@ -9,8 +9,10 @@ import pytest
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.controller import Choice, Controller
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.replay import replay
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -47,7 +49,7 @@ def test_every_replayed_draft_is_the_draft_of_that_moment(groups):
     engine_ = engine(drafter, groups)
 
     def slots_after(*chunks):
-        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, samples=2), seed=1)
+        batch = ActiveBatch(engine_.compiled, TABLE, Scheduler(engine_.config, 0, Requests(PROMPTS, 2)), seed=1)
         batch.prepare()
         for n in chunks:
             batch.decode(Choice(0, n))
@@ -101,7 +103,7 @@ def test_only_plain_chunks_of_replayable_drafters_are_replayed():
         (dataclasses.replace(drafter, replayable=False), 0, False),
     ):
         engine_ = engine(drafts)
-        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, samples=SAMPLES), seed=0)
+        batch = ActiveBatch(engine_.compiled, TABLE, Scheduler(engine_.config, 0, Requests(PROMPTS, SAMPLES)), seed=0)
         batch.prepare()
         _, statistics = batch.decode(Choice(k, None))
         assert (statistics.replayed is not None) == replays
@@ -150,9 +152,11 @@ def test_replays_foretell_the_tokens_a_verification():
     assert foretold == pytest.approx(real, rel=0.05)
 
 
-def test_a_controller_that_drafts_nothing_acts_on_replays():
+def test_a_controller_that_drafts_nothing_acts_on_replays(monkeypatch):
     """Without a probe: copies that were never right begin to be."""
-    controller = Controller((0, 1, 3), (8,), probe_budget=0.0, initial_budget=0.0)
+    for budget in ("PROBE_BUDGET", "INITIAL_BUDGET"):
+        monkeypatch.setattr(f"specrl_jax.decoding.controller.{budget}", 0.0)
+    controller = Controller((0, 1, 3), (8,))
     for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.3)):
         controller.calibrate(8, k, seconds, live=10.0)
     controller.observe(

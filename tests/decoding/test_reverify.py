@@ -12,6 +12,7 @@ import pytest
 
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.reverify import AT_ONCE
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, make_engine
@@ -46,7 +47,13 @@ def engine_of(drafter="none", temperature=1.0, devices=1, **limits):
 def run(table, drafter="none", temperature=1.0, devices=1, limits=(), prompts=PROMPTS, first_id=0, **more):
     with jax.enable_x64(True):
         engine = engine_of(drafter, temperature, devices, **dict(limits) | ({"earlier": "verify"} if more else {}))
-        return engine.generate(table, prompts, SAMPLES, seed=SEED, first_id=first_id, continuation=Continuation(**more))
+        return engine.generate(
+            table,
+            prompts,
+            SAMPLES,
+            seed=SEED,
+            options=CallOptions(first_id=first_id, continuation=Continuation(**more)),
+        )
 
 
 @functools.cache
@@ -153,9 +160,15 @@ def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
     with jax.enable_x64(True):
         engine = engine_of(drafter, earlier="verify", **limits)
         parked = watched(engine)
-        first = engine.generate(old(0.1), FIRST, SAMPLES, seed=SEED, continuation=Continuation(lookahead=lookahead))
+        first = engine.generate(
+            old(0.1), FIRST, SAMPLES, seed=SEED, options=CallOptions(continuation=Continuation(lookahead=lookahead))
+        )
         second = engine.generate(
-            NEW, LATER, SAMPLES, seed=SEED, first_id=100, continuation=Continuation(earlier=lookahead.texts)
+            NEW,
+            LATER,
+            SAMPLES,
+            seed=SEED,
+            options=CallOptions(first_id=100, continuation=Continuation(earlier=lookahead.texts)),
         )
     assert_same(first, run(old(0.1), prompts=FIRST))
     assert_same(second, run(NEW, prompts=LATER, first_id=100))
@@ -178,7 +191,9 @@ def test_rollouts_that_begin_alone_go_on_from_call_to_call():
             looks = iter([False] * chunks + [True])
             assert not engine.begin(old(scale), lookahead, SAMPLES, seed=SEED, until=looks.__next__)
             drawn.append(len(lookahead.texts))
-        found = engine.generate(NEW, PROMPTS, SAMPLES, seed=SEED, continuation=Continuation(earlier=lookahead.texts))
+        found = engine.generate(
+            NEW, PROMPTS, SAMPLES, seed=SEED, options=CallOptions(continuation=Continuation(earlier=lookahead.texts))
+        )
         assert 0 < drawn[0] <= drawn[1] <= len(PROMPTS) * SAMPLES
         assert engine.begin(NEW, lookahead, SAMPLES, seed=SEED, until=lambda: False)
     assert_same(found, plain())

@@ -8,6 +8,7 @@ from hypothesis import given
 
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.programs import abstract_prefill_batch
+from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import EngineConfig
 
@@ -19,7 +20,7 @@ def make(num_slots=4, prompts=5, samples=2, new_prompts=2, groups=3, sequences=3
     """(scheduler, its limits, prompts); prompt p is p + 1 times the token p."""
     limits = EngineConfig(num_slots, 6, 4, chunk=1, new_prompts=new_prompts, groups=groups, sequences=sequences)
     texts = [[p] * (p % 6 + 1) for p in range(prompts)]
-    return Scheduler(limits, PAD, texts, samples=samples, first_id=first_id, history=history), limits, texts
+    return Scheduler(limits, PAD, Requests(texts, samples, first_id), history=history), limits, texts
 
 
 class Book:
@@ -60,7 +61,7 @@ class Book:
             assert batch.sequence[row] == request % self.samples
         unchanged = np.setdiff1d(np.arange(len(before)), rows)
         np.testing.assert_array_equal(self.scheduler.owner[unchanged], before[unchanged])
-        [carry] = batch.carry
+        [carry] = batch.carried_source
         self.carried = None if carry < 0 else pool[carry]
         return batch
 
@@ -110,7 +111,7 @@ def test_every_request_starts_once_in_order_with_its_own_prompt(num_slots, promp
     sequences = samples + 1 if groups else 0
     scheduler, limits, texts = make(num_slots, prompts, samples, new_prompts, groups, sequences)
     book, rng = Book(scheduler, limits, texts, samples), np.random.default_rng(seed)
-    assert scheduler.total == prompts * samples
+    assert scheduler.requests.total == prompts * samples
     while scheduler.waiting or scheduler.running:
         while scheduler.waiting and (scheduler.owner == FREE).any():
             before = len(book.started)
@@ -205,32 +206,32 @@ def test_rollouts_start_only_where_there_are_pages():
     """A prompt of 40 tokens has 3 pages, each rollout one of its own, and a running row may take one an iteration."""
     limits = EngineConfig(8, 48, 4, chunk=1, page_tokens=16)
     prompts = [[1] * 40, [2] * 40]
-    scheduler = Scheduler(limits, PAD, prompts, samples=4)
+    scheduler = Scheduler(limits, PAD, Requests(prompts, 4))
     batch = scheduler.schedule(np.array([3 + 2 * 2 + 1]))
-    assert batch.fresh.sum() == 2 and batch.carry == [1], "3 + 2 pages, and 2 for the next iteration"
+    assert batch.fresh.sum() == 2 and batch.carried_source == [1], "3 + 2 pages, and 2 for the next iteration"
     assert scheduler.schedule(np.array([3])) is None
     # The rest of the group needs no prompt; the other prompt would need 3 + 1 and an iteration of five rows.
     batch = scheduler.schedule(np.array([10]))
-    assert batch.fresh.sum() == 2 and batch.source[batch.fresh].tolist() == [0, 0] and batch.carry == [-1]
+    assert batch.fresh.sum() == 2 and batch.source[batch.fresh].tolist() == [0, 0] and batch.carried_source == [-1]
     assert scheduler.schedule(np.array([3 + 1 + 4])) is None
     assert scheduler.schedule(np.array([3 + 1 + 5])).fresh.sum() == 1
 
 
 def test_a_shard_where_nothing_runs_starts_one_whatever_the_pages():
-    scheduler = Scheduler(EngineConfig(8, 48, 4, chunk=1), PAD, [[1] * 40], samples=4)
+    scheduler = Scheduler(EngineConfig(8, 48, 4, chunk=1), PAD, Requests([[1] * 40], 4))
     assert scheduler.schedule(np.array([4])).fresh.sum() == 1
 
 
 def test_siblings_stay_on_one_shard_and_shards_fill_alike():
     limits = EngineConfig(8, 6, 4, chunk=1, shards=2, prefill_rows=2)
-    scheduler = Scheduler(limits, PAD, [[p] for p in range(4)], samples=3)
+    scheduler = Scheduler(limits, PAD, Requests([[p] for p in range(4)], 3))
     batch = scheduler.schedule(np.array([100, 100]))
     assert scheduler.owner.tolist() == [0, 1, 2, 6, 3, 4, 5, 9]
-    assert batch.carry.tolist() == [2, 2] and batch.source.tolist() == [1, 1, 1, 2] * 2
+    assert batch.carried_source.tolist() == [2, 2] and batch.source.tolist() == [1, 1, 1, 2] * 2
     assert batch.tokens[:, 0].tolist() == [0, 2, PAD, PAD, 1, 3, PAD, PAD]
     scheduler.finish(np.array([1, 2, 4]))
     batch = scheduler.schedule(np.array([100, 100]))
-    assert scheduler.owner.tolist() == [0, 7, 8, 6, 10, 3 + 1, 5, 9] and batch.carry.tolist() == [-1, 0]
+    assert scheduler.owner.tolist() == [0, 7, 8, 6, 10, 3 + 1, 5, 9] and batch.carried_source.tolist() == [-1, 0]
     assert not scheduler.fits(4) and scheduler.youngest(0) == 2
     scheduler.finish(np.array([0, 1, 3, 4, 5]))
     assert scheduler.fits(4) and scheduler.keep_rows(4).tolist() == [[2, 0], [2, 3]]

@@ -9,6 +9,7 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from specrl_jax.decoding.history import History
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
@@ -46,7 +47,7 @@ def generate(siblings, longest, groups, drafter="suffix", rule="rejection", samp
     history = History(per_prompt=1, max_prompts=1)
     history.add(PROMPT, [EARLIER])
     run = toys.toy_engine(limits, Sampling(rule=rule), (99,), drafter=drafters[drafter])
-    return run.generate(TARGET, [PROMPT] * count, samples, seed=4, history=history)
+    return run.generate(TARGET, [PROMPT] * count, samples, seed=4, options=CallOptions(history=history))
 
 
 def assert_independent(siblings, longest, groups, at_most, **how):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
@@ -100,7 +101,11 @@ def run(stop=(), drafter="none", k=2, devices=1, **sizes):
     with jax.enable_x64(True):
         engine = make_engine(cell, limits, k, dtype=np.float64, **more)
         return engine.generate(
-            TARGET.astype(np.float64), PROMPTS, SAMPLES, seed=5, history=history_of(PROMPTS, LONGEST, None)
+            TARGET.astype(np.float64),
+            PROMPTS,
+            SAMPLES,
+            seed=5,
+            options=CallOptions(history=history_of(PROMPTS, LONGEST, None)),
         )
 
 

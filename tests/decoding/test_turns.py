@@ -15,6 +15,7 @@ import pytest
 from specrl_jax.core import stand_in
 from specrl_jax.decoding import multi_turn
 from specrl_jax.decoding.extend import Extension
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
@@ -41,7 +42,7 @@ def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, sto
         engine = make_engine(cell, limits, k, dtype=np.float64, **more)
         names = watched(engine)
         history = history_of(PROMPTS, longest, EOS)
-        found = engine.generate(TABLE, PROMPTS, SAMPLES, seed=5, history=history, turns=talk)
+        found = engine.generate(TABLE, PROMPTS, SAMPLES, seed=5, options=CallOptions(history=history, turns=talk))
     if seen is not None:
         seen += names
     return found, talk

@@ -16,10 +16,10 @@ from kernels_pallas.attention.types import KEYS, VALUES
 from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
-from specrl_jax.decoding.draft_lengths import FixedLength
+from specrl_jax.decoding.draft_lengths import Choice, FixedLength
 from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.requests import CallOptions, Requests
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
@@ -174,7 +174,7 @@ def plain_greedy(kind):
 def started(kind, prompts=PROMPTS):
     """Slots of the greedy engine, one prompt each, as they are before the first iteration."""
     programs, weights = engine_of(kind, GREEDY).compiled, weights_of(kind)
-    scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, prompts, samples=1, sampling=GREEDY)
+    scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, Requests(prompts, 1, sampling=GREEDY))
     slots, carried = programs.empty(weights)
     while scheduler.waiting:
         batch = scheduler.schedule(np.array(slots.pool.count))
@@ -509,7 +509,7 @@ def test_prompts_shorter_than_the_window_of_a_draft_stand_alone(kind):
     together = engine.generate(weights, SHORT + PROMPTS[: B - len(SHORT)], samples=1, seed=0)
     assert together.prompt_length[: len(SHORT)].tolist() == [1, 2, 3, 1]
     for row in range(len(SHORT)):
-        one = engine.generate(weights, [SHORT[row]], samples=1, seed=0, first_id=row)
+        one = engine.generate(weights, [SHORT[row]], samples=1, seed=0, options=CallOptions(first_id=row))
         for name in ("tokens", "length", "verifications", "drafted", "accepted"):
             np.testing.assert_array_equal(getattr(one, name)[0], getattr(together, name)[row])
     assert together.accepted[: len(SHORT)].any() and len(set(together.length[: len(SHORT)].tolist())) > 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.decoding.history import History
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
@@ -123,7 +124,9 @@ def run_cell(cell, seed):
     lookup = {"groups": groups, "sequences": samples + 1} if cell.drafter in COPIES_OTHERS else {}
     limits = EngineConfig(groups * samples, len(PROMPT), longest, chunk=100, prefill_rows=groups, **lookup)
     told = history_of([PROMPT] if cell.temperature else prompts, longest, eos)
-    rollouts = make_engine(cell, limits).generate(TARGET, prompts, samples, seed=seed, history=told)
+    rollouts = make_engine(cell, limits).generate(
+        TARGET, prompts, samples, seed=seed, options=CallOptions(history=told)
+    )
     accepted = rollouts.accepted.sum(axis=0) / np.maximum(rollouts.drafted.sum(axis=0), 1)
     if not cell.temperature:
         by_hand = [greedy_response(TARGET, prompt, longest, eos) for prompt in prompts for _ in range(samples)]

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec
 from kernels_pallas.attention.op import Paging, Table, write_pool
 from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify.op import Draft, Noise, verify
-from specrl_jax.decoding.controller import Choice
-from specrl_jax.decoding.draft_lengths import FixedLength
+from specrl_jax.decoding.draft_lengths import Choice, FixedLength
 from specrl_jax.decoding.drafters import NO_DRAFTER, CommittedTokens, Drafter, sample_draft
 from specrl_jax.decoding.engine import make_engine
 from specrl_jax.decoding.functions import EngineFunctions

@@ -7,7 +7,7 @@ from markdown_it import MarkdownIt
 
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
-from specrl_jax.io.tensorboard import _markdown
+from specrl_jax.io.tensorboard import as_markdown
 
 GOOD = b'{"step": 0, "reward/mean": 0.5, "eval/accuracy": null, "policy/updates": 3}\n'
 
@@ -54,7 +54,7 @@ def test_a_pipe_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["a|b `c` ```\n\n  # d\n~~~\n~~~~~ <b>&amp;", "", "\n\nx\n", "| a |\n|---|", "~" * 9])
 def test_texts_in_tensorboard_are_as_they_are(text):
-    markdown = _markdown(
+    markdown = as_markdown(
         [
             {"id": 3, "reward": 0.5, "prompt": text, "response": "384"},
             {"id": 4, "reward": 1, "prompt": "", "response": text},

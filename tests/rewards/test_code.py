@@ -23,6 +23,7 @@ from specrl_jax.rewards.messages import Context
 from specrl_jax.rewards.sandbox.choose import Chosen, choose
 from specrl_jax.rewards.sandbox.limits import Limits, Ran, Run
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 from specrl_jax.training.scoring import make_scorer
 from tests.helpers import sandboxes
 
@@ -382,7 +383,7 @@ def test_right_programs_pass_and_others_do_not(paid, form):
 def test_the_reward_in_its_workers():
     code = CodeOptions(sandboxes.any_local(), False, 10.0)
     adds, subtracts = "a, b = map(int, input().split())\nprint(a + b)", "print(eval(input().replace(' ', '-')))"
-    with Scorer(("code",), workers=2, code=code) as scorer:
+    with Scorer(("code",), workers=WorkerOptions(2), code=code) as scorer:
         scores = scorer(
             [fenced(adds), fenced(subtracts), "no program", fenced(adds)],
             [ADDS, ADDS, ADDS, "no tests"],
@@ -398,7 +399,7 @@ def test_a_sandbox_that_fails_costs_its_own_answer():
     with sandboxes.run_code_server() as server:
         code = CodeOptions(choose("http", server.url, "", limits=sandboxes.LIMITS), False, 10.0)
         row = json.dumps({"inputs": [""], "outputs": ["1"]})
-        with Scorer(("code",), workers=1, code=code) as scorer:
+        with Scorer(("code",), workers=WorkerOptions(1), code=code) as scorer:
             server.broken = ["", "500", "SandboxError"]
             scores = scorer([fenced("print(1)")] * 4, [row] * 4, [Context()] * 4)
     np.testing.assert_array_equal(scores.total, [1, 0, 0, 1])
@@ -417,4 +418,4 @@ def test_the_start_of_a_run_names_the_sandbox(capsys):
 @pytest.mark.slow
 def test_a_scorer_of_programs_needs_a_sandbox():
     with pytest.raises(InputError, match="programs need a sandbox"):
-        Scorer(("code",), workers=1)
+        Scorer(("code",), workers=WorkerOptions(1))

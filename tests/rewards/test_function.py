@@ -12,6 +12,7 @@ from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.rewards.function import Returned, call, load, read
 from specrl_jax.rewards.messages import Context, RewardInput
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.helpers.runs import ROOT
 
 CONTEXT = Context("2+2", {"level": "hard"}, [4, 5])
@@ -161,7 +162,7 @@ def test_a_reward_in_a_file_is_found_with_what_lies_beside_it(tmp_path):
     source = "import length_of\ndef score(response, answer):\n    return length_of.length(response)\n"
     for name in ("mine.py", "json.py"):
         (tmp_path / name).write_text(source)
-        with Scorer((f"{tmp_path / name}:score", "exact"), workers=1) as scorer:
+        with Scorer((f"{tmp_path / name}:score", "exact"), workers=WorkerOptions(1)) as scorer:
             scores = scorer(["four"], ["4"])
         assert scores.rewards.keys() == {f"{name.removesuffix('.py')}:score", "exact"}
         assert scores.total.tolist() == [4.0], scores.first_failure
@@ -192,19 +193,19 @@ def test_a_file_that_cannot_be(name, said):
     ],
 )
 def test_a_reward_that_does_not_fit_the_data_is_refused(module, name, said):
-    with Scorer((f"{module}:{name}",), workers=1) as scorer, pytest.raises(InputError) as refused:
+    with Scorer((f"{module}:{name}",), workers=WorkerOptions(1)) as scorer, pytest.raises(InputError) as refused:
         scorer.try_rows([RewardInput("4", "4", Context("2+2", {}, [1]))])
     tried = "called with the first row of the data, its answer as the response"
     assert str(refused.value) == f"reward.name={module}:{name}: {tried}: {said}"
 
 
 def test_a_reward_that_fits_is_not(module):
-    with Scorer((f"{module}:graded", "exact"), workers=1) as scorer:
+    with Scorer((f"{module}:graded", "exact"), workers=WorkerOptions(1)) as scorer:
         scorer.try_rows([RewardInput("4", "4", Context("2+2", {}, [1]))])
 
 
 def test_a_reward_that_fails_for_every_answer_ends_the_run(module):
-    with Scorer((f"{module}:fails_for_words",), workers=1) as scorer:
+    with Scorer((f"{module}:fails_for_words",), workers=WorkerOptions(1)) as scorer:
         scorer(["one", "2"], ["1", "2"]).require_some("step 3")
         scores = scorer(["one", "two"], ["1", "2"])
     said = "error: ValueError: could not convert string to float: 'one'"
@@ -217,25 +218,25 @@ def test_what_is_correct(module):
     """A number is compared with `correct_from`; a reward that says itself is believed."""
     contexts = [Context("1+1", {}, [0] * n) for n in (2, 5, 9)]
     for limit, correct in ((1.0, [False] * 3), (0.5, [False, True, True])):
-        with Scorer((f"{module}:graded",), workers=1, correct_from=limit) as scorer:
+        with Scorer((f"{module}:graded",), workers=WorkerOptions(1), correct_from=limit) as scorer:
             scores = scorer([""] * 3, [""] * 3, contexts)
         assert scores.correct.tolist() == correct
         np.testing.assert_array_equal(scores.total, np.float32([0.2, 0.5, 0.9]))
         np.testing.assert_array_equal(scores.parts["odd"], [np.nan, 1, 1])
         assert scores.part_means("p/") == {"p/odd": 1.0, "p/prompt_length": 3.0}
-    with Scorer((f"{module}:two",), workers=1, correct_from=0.5) as scorer:
+    with Scorer((f"{module}:two",), workers=WorkerOptions(1), correct_from=0.5) as scorer:
         assert scorer(["4", "5"], ["4", "4"]).correct.tolist() == [True, False]
 
 
 def test_two_rewards_must_not_share_a_part(module):
-    with Scorer((f"{module}:graded", f"{module}:other"), workers=1) as scorer:
+    with Scorer((f"{module}:graded", f"{module}:other"), workers=WorkerOptions(1)) as scorer:
         scores = scorer(["a", "b"], ["", ""], [Context(tokens=[1]), Context(tokens=[1, 2])])
     assert scores.first_failure == "error: ValueError: two rewards return a part 'odd'"
     assert scores.failures == {"error": 1} and scores.total.tolist() == [0.0, np.float32(1.2)]
 
 
 def test_parts_are_bounded(module):
-    with Scorer((f"{module}:many",), workers=1) as scorer:
+    with Scorer((f"{module}:many",), workers=WorkerOptions(1)) as scorer:
         scores = scorer(["a", "b", "c", "a"], [""] * 4)
     assert scores.total.tolist() == [1, 1, 0, 1] and len(scores.parts) == 60
     assert scores.first_failure == "error: rewards return more than 64 different parts"
@@ -251,7 +252,7 @@ def test_the_page_on_rewards_holds(tmp_path, monkeypatch):
 
     def scores(name):
         rows = [("4", Context("2+2", {"level": "hard"}, [1])), ("the answer is 5", Context("", {"level": "easy"}, []))]
-        with Scorer((name,), workers=1) as scorer:
+        with Scorer((name,), workers=WorkerOptions(1)) as scorer:
             return scorer([row[0] for row in rows], ["4", "4"], [row[1] for row in rows])
 
     assert scores("my_rewards:short_and_right").total.tolist() == [1, 0]

@@ -16,7 +16,6 @@ from specrl_jax.rewards.sandbox import choose as choosing
 from specrl_jax.rewards.sandbox import mechanisms
 from specrl_jax.rewards.sandbox.choose import Chosen, choose, find_python
 from specrl_jax.rewards.sandbox.http import HttpSandbox, check_url
-from specrl_jax.rewards.sandbox.judging import _names, _own_modules
 from specrl_jax.rewards.sandbox.limits import Run, SandboxError
 from specrl_jax.rewards.sandbox.mechanisms import Interpreter
 from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
@@ -269,11 +268,11 @@ def test_objects_have_no_value():
         encode([object()])
 
 
-def test_names_that_the_program_is_asked_for():
-    source = "from math import isclose\ndef test(x):\n    assert isclose(abs(f(x)), g.h) and random.x and string(x)\n"
-    assert _own_modules(source) == ["random"]
-    used, own = _names(source)
-    assert used - own == {"f", "g", "random", "string"}
+def test_names_are_asked_of_the_program_unless_the_tests_or_python_have_them(sandbox):
+    program = "def f(x): return x\ndef string(x): return x\nclass g: h = 1.0\nisclose = abs = random = None"
+    tests = "from math import isclose\ndef test(x=-1.0):\n    assert isclose(abs(f(x)), g.h)\n"
+    tests += "    assert random.random() < 1 and string(2) == 2\n"
+    assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
 
 
 def test_a_star_brings_no_name_of_the_tests_own(sandbox):

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from specrl_jax.errors import InputError, RunFailed, Stopped
-from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
+from specrl_jax.rewards import worker, worker_group
 from specrl_jax.rewards.function import Function
 from specrl_jax.rewards.messages import Context, Outcome, RewardInput, receive, send
 from specrl_jax.rewards.pool import Workers
-from specrl_jax.rewards.scorer import GIB, OwnAnswer, Scorer
+from specrl_jax.rewards.sandbox.limits import GIB
+from specrl_jax.rewards.scorer import OwnAnswer, Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.rewards import random_answers
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,13 +34,13 @@ LIMIT = 2.0
 @pytest.fixture(scope="module")
 def obey():
     """A scorer of tests/rewards/hostile.py: 2 s and 0.5 GiB an answer."""
-    with Scorer((OBEY,), timeout=LIMIT, workers=2, memory=0.5) as scorer:
+    with Scorer((OBEY,), workers=WorkerOptions(2, timeout=LIMIT, memory=0.5)) as scorer:
         yield scorer
 
 
 @pytest.fixture(scope="module")
 def scorer():
-    with Scorer(("math",), timeout=LIMIT, workers=2) as scorer:
+    with Scorer(("math",), workers=WorkerOptions(2, timeout=LIMIT)) as scorer:
         yield scorer
 
 
@@ -51,7 +53,7 @@ def score(scorer, responses):
 
 def test_parts_total_and_correct():
     names = ("math", "boxed_format", "tests.rewards.hostile:length")
-    with Scorer(names, (2.0, 0.5, -0.25), workers=1) as scorer:
+    with Scorer(names, (2.0, 0.5, -0.25), workers=WorkerOptions(1)) as scorer:
         scores = scorer(["\\boxed{17}", "\\boxed{18}", "17", "x"], ["17", "17", "17", "17"])
     assert list(scores.rewards) == list(names)
     np.testing.assert_array_equal(scores.rewards["math"], [1, 0, 1, 0])
@@ -90,7 +92,7 @@ def test_extracted_answers(name, response, stated):
 def test_a_thought_that_the_prompt_begins_is_the_responses():
     """Of math an answer within the open thought is none; a user's function reads what the policy wrote."""
     prompt = "<|im_start|>assistant\n<think>\n"
-    with Scorer(("think_format", "math", "tests.rewards.hostile:length"), workers=1) as scorer:
+    with Scorer(("think_format", "math", "tests.rewards.hostile:length"), workers=WorkerOptions(1)) as scorer:
         responses = ["so</think>5", "\\boxed{5}", "<think>so</think>5"]
         for begins, formats, right in ((prompt, [1, 0, 0], [1, 0, 1]), ("", [0, 0, 1], [1, 1, 1])):
             scores = scorer(responses, ["5"] * 3, [Context(begins)] * 3)
@@ -120,7 +122,7 @@ def test_order_is_kept(count, scorer):
 
 def test_any_text_reaches_the_workers():
     responses = ["\x00", "\ud800", "\udfff" * 1000, "a" * 2**20, "", "🎉", "\x00" * 2**20]
-    with Scorer(("tests.rewards.hostile:length",), workers=1) as scorer:
+    with Scorer(("tests.rewards.hostile:length",), workers=WorkerOptions(1)) as scorer:
         np.testing.assert_array_equal(score(scorer, responses).total, [len(response) for response in responses])
 
 
@@ -164,7 +166,7 @@ def test_a_failure_scores_0_for_its_answer_only(obey):
 
 
 def test_the_first_failure_is_reported():
-    with Scorer((OBEY,), workers=1) as scorer:
+    with Scorer((OBEY,), workers=WorkerOptions(1)) as scorer:
         well, ill = score(scorer, ["fine"]), score(scorer, ["fine", "fail", "exit 1", "nothing"])
     assert well.warning() == well.first_failure == ""
     assert ill.first_failure == "error: ValueError: bad news"
@@ -172,7 +174,7 @@ def test_the_first_failure_is_reported():
 
 
 def test_a_failed_answer_scores_0_in_every_reward():
-    with Scorer(("boxed_format", OBEY), workers=1) as scorer:
+    with Scorer(("boxed_format", OBEY), workers=WorkerOptions(1)) as scorer:
         scores = score(scorer, ["fail", "\\boxed{17}", "return 3"])
     np.testing.assert_array_equal(scores.rewards["boxed_format"], [0, 1, 0])
     np.testing.assert_array_equal(scores.rewards[OBEY], [0, 1, 3])
@@ -187,7 +189,7 @@ def test_a_failed_answer_scores_0_in_every_reward():
 )
 def test_slow_answers_get_the_full_limit(monkeypatch, timeout, chunk_seconds, responses):
     monkeypatch.setattr(worker_process, "CHUNK_SECONDS", chunk_seconds)
-    with Scorer((OBEY,), timeout=timeout, workers=2) as scorer:
+    with Scorer((OBEY,), workers=WorkerOptions(2, timeout=timeout)) as scorer:
         scores = score(scorer, responses)
     assert scores.failures == {} and scores.total.sum() == 8
 
@@ -213,7 +215,7 @@ def test_a_worker_stops_when_the_time_of_its_chunk_is_over():
 @pytest.mark.slow
 def test_leaked_memory_does_not_count_for_later_answers():
     """Each keeps 0.6 of the limit for good: a worker must end after it."""
-    with Scorer((OBEY,), workers=1, memory=0.25) as scorer:
+    with Scorer((OBEY,), workers=WorkerOptions(1, memory=0.25)) as scorer:
         scores = score(scorer, ["keep 160", "borrow 100"] * 4)
     assert scores.failures == {} and scores.total.sum() == 8
 
@@ -244,7 +246,7 @@ def test_a_stop_ends_slow_scoring(obey):
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_workers_killed_while_idle_are_replaced(seconds):
     """Whether their pools have noticed by then or not."""
-    with Scorer(("tests.rewards.hostile:pid",), workers=2) as scorer:
+    with Scorer(("tests.rewards.hostile:pid",), workers=WorkerOptions(2)) as scorer:
         first = set(score(scorer, ["a"] * 20).total)
         for pid in first:
             os.kill(int(pid), signal.SIGKILL)
@@ -257,14 +259,14 @@ def test_workers_killed_while_idle_are_replaced(seconds):
 def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch):
     (tmp_path / "aborts.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(pool, "LOSSES", 2)
-    workers = Workers(("aborts:f",), 1.0, 2, memory=GIB)
+    monkeypatch.setattr(worker_group, "LOSSES", 2)
+    workers = Workers(("aborts:f",), WorkerOptions(2, 1.0, 1.0))
     with pytest.raises(RunFailed, match=r"^reward workers die: 4 times in a row; the last was ended by SIGABRT$"):
         workers.score([RewardInput("#1", "1")] * 3)
 
 
 def test_workers_outlive_the_thread_that_first_used_them():
-    workers, rows = Workers(("tests.rewards.hostile:pid",), 5.0, 1, memory=GIB), [RewardInput("a", "")]
+    workers, rows = Workers(("tests.rewards.hostile:pid",), WorkerOptions(1, 5.0, 1.0)), [RewardInput("a", "")]
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(workers.score, rows).result()
     time.sleep(0.3)
@@ -273,7 +275,7 @@ def test_workers_outlive_the_thread_that_first_used_them():
 
 
 def test_closed_workers_start_again():
-    scorer = Scorer(("exact",), workers=1)
+    scorer = Scorer(("exact",), workers=WorkerOptions(1))
     for _ in range(2):
         scorer.start()
         assert score(scorer, ["#17"]).correct.all()
@@ -321,7 +323,7 @@ HOSTILE = {
 @pytest.mark.slow
 def test_hostile_text_scores_0():
     # Three answers have no end. A megabyte takes about a second here, and longer on a slow machine.
-    with Scorer(("math",), timeout=4.0, workers=2, memory=1.0) as scorer:
+    with Scorer(("math",), workers=WorkerOptions(2, timeout=4.0, memory=1.0)) as scorer:
         start = time.monotonic()
         scores = score(scorer, list(HOSTILE.values()))
         seconds = time.monotonic() - start
@@ -340,7 +342,7 @@ def test_random_answers_earn_what_they_deserve_within_the_limit(count, seed):
     """No more fail than there are bombs; an idle worker ends each of these a second after the limit at the latest."""
     cases = random_answers.cases(count, seed)
     kinds, rows = Counter(case.kind for case in cases), [RewardInput(case.response, case.answer) for case in cases]
-    workers = Workers(("math",), LIMIT, 2, memory=GIB)
+    workers = Workers(("math",), WorkerOptions(2, LIMIT, 1.0))
     outcomes = workers.score(rows)
     wrong = [c for c, o in zip(cases, outcomes) if bool(o.rewards and o.rewards[0] > 0) != c.right]
     failed = [row for row, outcome in zip(rows, outcomes) if outcome.failure]
@@ -358,7 +360,7 @@ def test_random_answers_earn_what_they_deserve_within_the_limit(count, seed):
 
 
 def test_workers_import_no_jax():
-    with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=1) as scorer:
+    with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=WorkerOptions(1)) as scorer:
         assert "jax" in sys.modules and score(scorer, ["a"]).correct.all()
 
 
@@ -367,7 +369,8 @@ def test_workers_import_no_jax_with_the_parents_main_module(tmp_path):
     program = """
         import jax
         from specrl_jax.rewards.scorer import Scorer
-        with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=1) as scorer:
+        from specrl_jax.rewards.worker_group import WorkerOptions
+        with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=WorkerOptions(1)) as scorer:
             print(scorer(["a"], ["b"]).total)
     """
     done = run_program(tmp_path, program).communicate(timeout=120)
@@ -386,7 +389,8 @@ def run_program(tmp_path, program, **options):
 BUSY = f"""
     import contextlib, psutil, threading, time
     from specrl_jax.rewards.scorer import Scorer
-    scorer = Scorer(("{OBEY}",), timeout=1000, workers=3)
+    from specrl_jax.rewards.worker_group import WorkerOptions
+    scorer = Scorer(("{OBEY}",), workers=WorkerOptions(3, timeout=1000))
     scorer(["fine"] * 100, [""] * 100)
     def work():
         with contextlib.suppress(RuntimeError):  # it is closed
@@ -437,8 +441,9 @@ def test_only_the_parent_receives_an_interrupt(tmp_path, when):
     program = f"""
         import signal, time
         from specrl_jax.rewards.scorer import Scorer
+        from specrl_jax.rewards.worker_group import WorkerOptions
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        scorer = Scorer(("{OBEY}" if "{when}" == "busy" else "math",), timeout=1000, workers=2)
+        scorer = Scorer(("{OBEY}" if "{when}" == "busy" else "math",), workers=WorkerOptions(2, timeout=1000))
         try:
             scorer.start()
             print("started", flush=True)
@@ -465,16 +470,17 @@ def test_only_the_parent_receives_an_interrupt(tmp_path, when):
 def test_workers_print_nothing(tmp_path):
     program = f"""
         from specrl_jax.rewards.scorer import Scorer
+        from specrl_jax.rewards.worker_group import WorkerOptions
         hostile = ["noise", "crash", "fail", "exit 1"] * 3
         for names in [("{OBEY}",), ("math",)]:
-            with Scorer(names, workers=2) as scorer:
+            with Scorer(names, workers=WorkerOptions(2)) as scorer:
                 scorer(hostile + ["\\\\boxed{{\\\\frac{{x]}}"], [""] * 13)
     """
     assert run_program(tmp_path, program).communicate(timeout=120) == ("", "")
 
 
 def test_starting_does_not_wait():
-    with Scorer(("math",), workers=2) as scorer:
+    with Scorer(("math",), workers=WorkerOptions(2)) as scorer:
         start = time.monotonic()
         scorer.start()
         assert time.monotonic() - start < 1.0
@@ -498,7 +504,7 @@ def test_starting_does_not_wait():
 )
 def test_a_mistake_is_one_line(names, message):
     with pytest.raises(InputError, match=message) as mistake:
-        Scorer(names, workers=1)
+        Scorer(names, workers=WorkerOptions(1))
     assert "\n" not in str(mistake.value)
 
 
@@ -519,7 +525,7 @@ def test_a_module_that_does_not_import(tmp_path, monkeypatch, source, message):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(worker_process, "START_SECONDS", 3.0)
     with pytest.raises(InputError, match=rf"reward\.name: .*module_of_a_user:f.*{message}"):
-        Scorer(("module_of_a_user:f",), workers=1)
+        Scorer(("module_of_a_user:f",), workers=WorkerOptions(1))
 
 
 @pytest.mark.slow
@@ -528,5 +534,5 @@ def test_a_method_may_be_a_reward(tmp_path, monkeypatch):
         "class Judge:\n    @staticmethod\n    def score(response, answer):\n        return response == answer\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with Scorer(("other_module_of_a_user:Judge.score",), workers=1) as scorer:
+    with Scorer(("other_module_of_a_user:Judge.score",), workers=WorkerOptions(1)) as scorer:
         np.testing.assert_array_equal(score(scorer, ["17", "18"]).total, [1, 0])

@@ -9,7 +9,8 @@ import pytest
 from specrl_jax.errors import RunFailed
 from specrl_jax.rewards.messages import Outcome, RewardInput, parse_outcome
 from specrl_jax.rewards.pool import Workers
-from specrl_jax.rewards.scorer import GIB, Scorer
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.rewards.test_scorer import run_program, wait_for_end
 
 FORKS = "tests.rewards.forks"
@@ -28,7 +29,7 @@ def descendants():
 def test_what_a_worker_started_ends_with_it(end):
     """A fork, a child in its own session, a daemon and a chain of forks; the worker is killed, dies, or is closed."""
     earlier = {p.pid for p in descendants()}  # of other tests in this process, as a tracker of shared memory
-    with Scorer((f"{FORKS}:start",), timeout=3.0, workers=1) as scorer:
+    with Scorer((f"{FORKS}:start",), workers=WorkerOptions(1, timeout=3.0)) as scorer:
         guard = scorer._workers._workers[0]._guard.pid
         seen = {}
 
@@ -53,7 +54,8 @@ def test_what_a_worker_started_ends_with_a_killed_run(tmp_path, stopped):
     program = f"""
         import psutil, threading, time
         from specrl_jax.rewards.scorer import Scorer
-        scorer = Scorer(("{FORKS}:start",), timeout=1000, workers=1)
+        from specrl_jax.rewards.worker_group import WorkerOptions
+        scorer = Scorer(("{FORKS}:start",), workers=WorkerOptions(1, timeout=1000))
         scorer(["{FORMS}"], [""])
         print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
         time.sleep(1000)
@@ -71,7 +73,7 @@ def test_what_a_worker_started_ends_with_a_killed_run(tmp_path, stopped):
 
 
 def test_a_fork_that_returns_is_not_heard():
-    with Scorer((f"{FORKS}:forget_the_fork",), workers=1) as scorer:
+    with Scorer((f"{FORKS}:forget_the_fork",), workers=WorkerOptions(1)) as scorer:
         scores = scorer(["a"] * 20, ["b"] * 20)
     assert scores.failures == {} and scores.total.tolist() == [1.0] * 20
 
@@ -84,7 +86,7 @@ def family(scorer):
 
 @pytest.mark.parametrize("who", [0, long(1), long(2)])
 def test_what_a_worker_started_ends_with_a_killed_guard(who):
-    with Scorer((f"{FORKS}:start",), timeout=3.0, workers=1) as scorer:
+    with Scorer((f"{FORKS}:start",), workers=WorkerOptions(1, timeout=3.0)) as scorer:
         assert scorer([FORMS], [""]).failures == {}
         processes = family(scorer)
         processes[who].kill()
@@ -94,7 +96,7 @@ def test_what_a_worker_started_ends_with_a_killed_guard(who):
 
 @pytest.mark.parametrize("who", [long([0]), long([1]), [2], long([0, 1, 2])])
 def test_an_idle_worker_that_is_stopped_costs_the_time_limit(who):
-    with Scorer((f"{FORKS}:start",), timeout=2.0, workers=1) as scorer:
+    with Scorer((f"{FORKS}:start",), workers=WorkerOptions(1, timeout=2.0)) as scorer:
         assert scorer([""], [""]).failures == {}
         processes = family(scorer)
         for i in who:
@@ -109,7 +111,7 @@ def test_an_idle_worker_that_is_stopped_costs_the_time_limit(who):
 
 
 def test_workers_that_are_killed_again_and_again_end_the_run():
-    workers = Workers((f"{FORKS}:start",), 5.0, 1, memory=GIB)
+    workers = Workers((f"{FORKS}:start",), WorkerOptions(1, 5.0, 1.0))
     stop = threading.Event()
 
     def kill():
@@ -135,7 +137,7 @@ def test_workers_that_are_killed_again_and_again_end_the_run():
 @pytest.mark.parametrize("message", ["huge", "nan", *map(long, ["garbage", "text", "true", "two", "deep"])])
 def test_what_a_worker_sends_is_checked(message):
     """A reward that writes into its worker's channel: its answer fails, its neighbour is scored, nothing blocks."""
-    workers = Workers((f"{FORKS}:forge",), 20.0, 1, memory=GIB)
+    workers = Workers((f"{FORKS}:forge",), WorkerOptions(1, 20.0, 1.0))
     begun = time.monotonic()
     forged, scored = workers.score([RewardInput("forge", message), RewardInput("a", "b")])
     workers.close()

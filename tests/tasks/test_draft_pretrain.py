@@ -15,6 +15,7 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.data.files import DataRow
 from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
@@ -106,7 +107,9 @@ def test_the_ids_are_those_that_the_texts_use_most(made):
     stream, noise = setup.problems.stream(4), setup.config.rollout.seed + ANSWERS_SEED_OFFSET
     for wave in range(3):
         prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in next(stream)]
-        rollouts = setup.rollout.plain_engine.generate(weights, prompts, 4, seed=noise, first_id=16 * wave)
+        rollouts = setup.rollout.plain_engine.generate(
+            weights, prompts, 4, seed=noise, options=CallOptions(first_id=16 * wave)
+        )
         for row in range(16):
             for token in rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]]:
                 counts[token] += 1

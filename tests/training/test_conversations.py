@@ -22,7 +22,8 @@ from specrl_jax.decoding.turns import Turn
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
 from specrl_jax.rewards.messages import Context, Outcome
-from specrl_jax.rewards.scorer import GIB, Scorer, Scores
+from specrl_jax.rewards.scorer import Scorer, Scores
+from specrl_jax.rewards.worker_group import WorkerOptions
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.evaluate import evaluate_policy
 from specrl_jax.training import dynamic_sampling
@@ -96,7 +97,7 @@ class Asked:
 
 @pytest.fixture
 def opens():
-    workers = EnvironmentWorkers(STRANGE + "Opens", "opens", 5.0, count=1, memory=GIB)
+    workers = EnvironmentWorkers(STRANGE + "Opens", "opens", WorkerOptions(1, 5.0, 1.0))
     yield Asked(workers)
     workers.close()
 

@@ -14,6 +14,7 @@ from specrl_jax.config import PipelineConfig
 from specrl_jax.decoding import records
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import concatenate
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -143,12 +144,14 @@ def test_what_earlier_weights_drew_is_recorded_anew_when_it_is_verified():
     engine, weights = engine_and_weights("self", limits=(("earlier", "verify"),))
     other, old = engine_and_weights()[0], earlier_weights(weights)
     lookahead = Lookahead(real.prompts(6), 100 + np.arange(18))
-    first = engine.generate(old, real.prompts(2), 3, seed=3, continuation=Continuation(lookahead=lookahead))
+    first = engine.generate(
+        old, real.prompts(2), 3, seed=3, options=CallOptions(continuation=Continuation(lookahead=lookahead))
+    )
     assert len(first.experts) == (first.length - 1).sum() and lookahead.texts
-    drawn = other.generate(old, real.prompts(6), 3, seed=3, first_id=100)
+    drawn = other.generate(old, real.prompts(6), 3, seed=3, options=CallOptions(first_id=100))
     texts = {100 + i: drawn.tokens[i, drawn.response_part(i)] for i in range(18)}
     how = Continuation(earlier=texts)
-    found = engine.generate(weights, real.prompts(6), 3, seed=3, first_id=100, continuation=how)
+    found = engine.generate(weights, real.prompts(6), 3, seed=3, options=CallOptions(first_id=100, continuation=how))
     assert 0 < found.reverified.sum() < found.response_length.sum()
     assert_honest(found)
 
@@ -168,9 +171,9 @@ def test_a_rollout_that_goes_on_in_a_later_call_has_the_record_of_that_call():
     engine, weights = engine_and_weights("self", limits=(("earlier", "keep"), ("versions", True)))
     old, prompts = earlier_weights(weights), real.prompts(6)
     stops = Continuation(enough=lambda finished: finished.sum() >= 4)
-    first = engine.generate(old, prompts, 3, seed=3, continuation=stops)
+    first = engine.generate(old, prompts, 3, seed=3, options=CallOptions(continuation=stops))
     assert len(first.experts) == (first.length - 1)[first.finished].sum() and 4 <= first.finished.sum() < 18
-    found = engine.generate(weights, prompts, 3, seed=3, continuation=Continuation(partial=first))
+    found = engine.generate(weights, prompts, 3, seed=3, options=CallOptions(continuation=Continuation(partial=first)))
     assert found.finished.all()
     assert_honest(found.take(~first.finished))
     np.testing.assert_array_equal(found.take(first.finished).experts, first.experts)

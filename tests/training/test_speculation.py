@@ -191,10 +191,10 @@ def test_without_a_prediction_a_collapse_is_one_against_earlier_steps():
     assert k_of(speculation) == 0
 
 
-def test_a_tripped_alarm_holds_the_controller_back():
+def test_a_tripped_alarm_holds_the_controller_back(monkeypatch):
     """It would draft three: they cost next to nothing and nearly all are kept. No probe before it is earned."""
     speculation = Speculation(*setup_of(adaptive=True))
-    speculation.controller.initial_budget = 0.0
+    monkeypatch.setattr("specrl_jax.decoding.controller.INITIAL_BUDGET", 0.0)
     for size in SIZES:
         for k in LENGTHS:
             speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, live=50.0)
@@ -211,10 +211,10 @@ def test_a_tripped_alarm_holds_the_controller_back():
 
 
 @pytest.mark.parametrize("path", ["", "checkpoints/HEAD"])
-def test_other_engines_draft_while_the_run_does(path):
+def test_other_engines_draft_while_the_run_does(path, monkeypatch):
     """A head from a folder from the beginning, a random one once the run has seen that it pays; none under an alarm."""
     speculation = Speculation(*setup_of(adaptive=True, path=path))
-    speculation.controller.initial_budget = 0.0
+    monkeypatch.setattr("specrl_jax.decoding.controller.INITIAL_BUDGET", 0.0)
     assert speculation.lengths_for(None).choose(4, 4, 50.0).k == (3 if path else 0)
     for size in SIZES:
         for k in LENGTHS:
@@ -294,7 +294,7 @@ def test_until_costs_are_known_a_trained_draft_drafts(path, first):
 
 def test_under_an_alarm_it_answers_all_that_an_engine_asks():
     lengths = Speculation(*setup_of(adaptive=True)).lengths
-    assert {name for name in vars(DraftLengthPolicy) if not name.startswith("_")} <= set(dir(lengths))
+    assert {name for name in vars(DraftLengthPolicy) if not name.startswith("_")} <= vars(type(lengths)).keys()
     lengths.replay(10, np.array([5, 2, 1]))
 
 

@@ -18,8 +18,8 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def _same_line(ours: str, theirs: str) -> bool:
-    words, wanted = ours.split(), theirs.split()
-    return words == wanted or (len(words) == len(wanted) and all(map(_same_word, words, wanted)))
+    words, expected = ours.split(), theirs.split()
+    return words == expected or (len(words) == len(expected) and all(map(_same_word, words, expected)))
 
 
 def _same_word(ours: str, theirs: str) -> bool:
@@ -46,8 +46,8 @@ def same_value(value: object, expected: object) -> bool:
         return all(map(same_value, value, expected))
     if isinstance(expected, dict) and isinstance(value, dict):
         keyed = {str(key): item for key, item in value.items()}
-        wanted = {str(key): item for key, item in expected.items()}
-        return keyed.keys() == wanted.keys() and all(same_value(keyed[key], wanted[key]) for key in wanted)
+        items = {str(key): item for key, item in expected.items()}
+        return keyed.keys() == items.keys() and all(same_value(keyed[key], items[key]) for key in items)
     if isinstance(value, int | float) and isinstance(expected, int | float):
         either_float = isinstance(value, float) or isinstance(expected, float)
         return value == expected or (either_float and _close(value, expected))

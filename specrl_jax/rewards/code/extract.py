@@ -53,7 +53,7 @@ def extract_program(response: str, function: str = "") -> str:
         return tagged[-1]
     if plain:
         return next((code for code in reversed(plain) if _does_something(code)), plain[-1])
-    if blocks and not blocks[-1].closed and blocks[-1].is_python and _parsed(blocks[-1].code):
+    if blocks and not blocks[-1].closed and blocks[-1].is_python and parsed(blocks[-1].code):
         return blocks[-1].code
     return _bare_function(response, function) if function and "```" not in response else ""
 
@@ -70,21 +70,21 @@ def _blocks(response: str) -> Iterator[_Block]:
             yield _Block(language, _dedented(lines))
             fence = ""
         inner = _unquoted(line, quotes) if fence else line
-        found = _FENCE.match(inner) or (None if fence else _LATE_FENCE.match(inner))
-        fits = fence and found and found[2].startswith(fence) and _columns(found[1]) <= column + 3
-        if fits and found and not found[3].strip():
+        match = _FENCE.match(inner) or (None if fence else _LATE_FENCE.match(inner))
+        fits = fence and match and match[2].startswith(fence) and _columns(match[1]) <= column + 3
+        if fits and match and not match[3].strip():
             yield _Block(language, _dedented(lines))
             fence = ""
-        elif found and (not fence or (fits and _PYTHON.match(found[3]))):
-            fence, language, lines = found[2], found[3].strip(), []
+        elif match and (not fence or (fits and _PYTHON.match(match[3]))):
+            fence, language, lines = match[2], match[3].strip(), []
             if inner is line:  # else it stands in the same quote
-                column, quotes = _columns(found[1]), found[1].count(">")
+                column, quotes = _columns(match[1]), match[1].count(">")
         elif fence:
             lines.append(inner)
             if inner.rstrip().endswith(fence) and tries:
                 tries -= 1
                 whole = _dedented([*lines[:-1], inner.rstrip().rstrip(fence[0])])
-                if (language and not _PYTHON.match(language)) or _parsed(whole):
+                if (language and not _PYTHON.match(language)) or parsed(whole):
                     yield _Block(language, whole)
                     fence = ""
     if fence:
@@ -114,7 +114,7 @@ def _dedented(lines: list[str]) -> str:
     return "\n".join([*out, ""])
 
 
-def _parsed(code: str) -> ast.Module | None:
+def parsed(code: str) -> ast.Module | None:
     """Return the syntax tree of Python, None of what is none."""
     try:
         return ast.parse(code)
@@ -124,7 +124,7 @@ def _parsed(code: str) -> ast.Module | None:
 
 def _does_something(code: str) -> bool:
     """Return whether a text is Python with a statement or a call of a builtin: `O(1)`, `3` and `[1, 2]` have none."""
-    nodes = ast.walk(_parsed(code) or ast.Module([], []))
+    nodes = ast.walk(parsed(code) or ast.Module([], []))
     return any(
         (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr))
         or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id))

@@ -3,6 +3,7 @@
 import ast
 import base64
 import builtins
+import contextlib
 import io
 import json
 import pickle
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from specrl_jax.rewards.code.compare import same_output, same_value
+from specrl_jax.rewards.code.extract import parsed
 from specrl_jax.rewards.sandbox.judging import defines_check, fault_of
 from specrl_jax.rewards.sandbox.limits import Ran, Run
 from specrl_jax.rewards.sandbox.programs import METHOD
@@ -96,15 +98,15 @@ def _private_cases(row: Mapping[str, object]) -> list[object]:
     if not isinstance(written, str) or not written:
         return []
     try:
-        found = json.loads(written)
+        cases = json.loads(written)
     except ValueError:
         try:
-            found = json.loads(_Text(io.BytesIO(zlib.decompress(base64.b64decode(written)))).load())
+            cases = json.loads(_Text(io.BytesIO(zlib.decompress(base64.b64decode(written)))).load())
         except Exception:
             raise ValueError("holds 'private_test_cases' that cannot be read") from None
-    if not isinstance(found, list):
+    if not isinstance(cases, list):
         raise ValueError("holds 'private_test_cases' that are no list")
-    return found
+    return cases
 
 
 class _Text(pickle.Unpickler):
@@ -114,9 +116,9 @@ class _Text(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _printed(given: str, wanted: str) -> Test:
+def _printed(given: str, expected: str) -> Test:
     def share(ran: Ran) -> float:
-        return float(ran.status == 0 and not ran.cause and same_output(ran.stdout, wanted))
+        return float(ran.status == 0 and not ran.cause and same_output(ran.stdout, expected))
 
     return Test(lambda program: Run(program, given), share)
 
@@ -144,18 +146,11 @@ def _arguments(given: object) -> list[object]:
     return given
 
 
-def _wrapped(wanted: object) -> list[object]:
+def _wrapped(value: object) -> list[object]:
     """Return the values that a call may return: APPS writes [value] for value."""
-    wanted = _json(wanted) if isinstance(wanted, str) and _is_json(wanted) else wanted
-    return [wanted, wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    with contextlib.suppress(ValueError):  # other text is the value itself
+        value = _json(value)
+    return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
 
 
 def _json(text: object) -> object:
@@ -207,10 +202,9 @@ def _source(source: str, row: Mapping[str, object]) -> Tests:
 
 
 def _python(source: object) -> ast.Module:
-    try:
-        return ast.parse(source if isinstance(source, str) else "(")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"holds no tests: {_FORMS}") from None
+    if not isinstance(source, str) or not (tree := parsed(source)):
+        raise ValueError(f"holds no tests: {_FORMS}")
+    return tree
 
 
 def _first_called(assertion: ast.Module) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specrl_jax.rewards.code.extract import extract_program
+from specrl_jax.rewards.code.extract import extract_program, parsed
 from specrl_jax.rewards.code.forms import Test, parse_tests
 from specrl_jax.rewards.sandbox.choose import Chosen
 from specrl_jax.rewards.sandbox.limits import Limits
@@ -75,16 +75,16 @@ class CodeReward:
 def own_program(row: Mapping[str, object]) -> str:
     """Return a row's own solution as a response; "" where no column has one that is Python."""
     for name in SOLUTIONS:
-        found = row.get(name)
-        if isinstance(found, str) and found.startswith("["):
+        solution = row.get(name)
+        if isinstance(solution, str) and solution.startswith("["):
             with contextlib.suppress(ValueError):
-                found = json.loads(found)  # APPS writes a list as text
-        first = found[0] if isinstance(found, list) and found else found
+                solution = json.loads(solution)  # APPS writes a list as text
+        first = solution[0] if isinstance(solution, list) and solution else solution
         if isinstance(first, str) and first.strip():
             program = extract_program(first) or first
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-                if any(not isinstance(line, ast.Expr) for line in ast.parse(program).body) or "print(" in program:
-                    return f"```python\n{program}\n```"
+            tree = parsed(program)
+            if tree and (any(not isinstance(line, ast.Expr) for line in tree.body) or "print(" in program):
+                return f"```python\n{program}\n```"
     return ""
 
 

@@ -80,8 +80,8 @@ def computed(expression: str) -> str:
 def _expression(call: str) -> str:
     """Return the expression of a call; "" where it is none of the calculator."""
     try:
-        found = json.loads(call)
-        expression = found["arguments"]["expression"] if found["name"] == "calculator" else ""
+        request = json.loads(call)
+        expression = request["arguments"]["expression"] if request["name"] == "calculator" else ""
     except (ValueError, TypeError, KeyError, RecursionError):
         return ""
     return expression if isinstance(expression, str) else ""

@@ -5,7 +5,6 @@ a conversation from its beginning. So an environment that hangs or dies costs it
 the same worker only wait.
 """
 
-import atexit
 import itertools
 import queue
 import threading
@@ -15,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specrl_jax.rewards.environments.session import MOST_OPEN, PREFIX
-from specrl_jax.rewards.messages import Context, NotScored, Outcome, RewardInput
-from specrl_jax.rewards.pool import ATTEMPTS, LOSSES
-from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
+from specrl_jax.rewards.messages import Context, Outcome, RewardInput
+from specrl_jax.rewards.pool import ATTEMPTS
+from specrl_jax.rewards.process import Lost, WorkerProcess
+from specrl_jax.rewards.worker_group import WorkerGroup, WorkerOptions
 
 
 class Conversation(NamedTuple):
@@ -57,33 +57,28 @@ class _Holder(NamedTuple):
     answers: int  # that it had given by then
 
 
-class EnvironmentWorkers:
-    """`count` processes that hold the conversations of the environment `name`; they start when first needed.
+class EnvironmentWorkers(WorkerGroup):
+    """Processes that hold the conversations of the environment `name`.
 
     Args:
       label: of its reward in the metrics.
-      seconds: that a step may take; a conversation that is repeated may take as many for each of its steps.
-      memory: bytes that a worker may take beyond its imports.
+      options: a conversation that is repeated may take `timeout` seconds for each of its steps.
     """
 
-    def __init__(self, name: str, label: str, seconds: float, *, count: int, memory: int) -> None:
-        self.name, self.label, self.seconds, self.count = name, label, seconds, count
-        self._names, self._memory = (PREFIX + name,), memory
+    def __init__(self, name: str, label: str, options: WorkerOptions) -> None:
+        super().__init__((PREFIX + name,), options, kind="environment")
+        self.name, self.label = name, label
         self._numbers = itertools.count()
-        self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[_Task] = deque()
         self._holders: dict[int, _Holder] = {}  # by session
-        self._workers: list[WorkerProcess] = []
-        self._losses = 0  # since a worker last answered
-        self._answers = [0] * count  # of the worker in each place
+        self._answers = [0] * self.count  # of the worker in each place
 
     def start(self) -> None:
         """Start the processes without waiting for them."""
         with self._changed:
             if self._workers:
                 return
-            self._workers = [WorkerProcess(self._names, self._memory) for _ in range(self.count)]
-            atexit.register(self.close)
+            super().start()
             for place in range(self.count):
                 arguments = (place, self._workers)
                 threading.Thread(target=self._work, args=arguments, name="environment", daemon=True).start()
@@ -91,18 +86,13 @@ class EnvironmentWorkers:
     def close(self) -> None:
         """End the processes and drop the turns that wait. A later turn starts new ones."""
         with self._changed:
-            workers, self._workers, self._losses = self._workers, [], 0
             self._waiting.clear()
             self._holders.clear()
-            self._changed.notify_all()
-        if workers:
-            atexit.unregister(self.close)
-        for worker in workers:
-            worker.end()
+        super().close()
 
     def problem(self) -> str:
         """Return why a worker cannot load the environment, in one line; "" if it can. Waits for a worker of its own."""
-        worker = WorkerProcess(self._names, self._memory)
+        worker = self._make()
         try:
             return worker.hello().problem
         except Lost as lost:
@@ -163,24 +153,24 @@ class EnvironmentWorkers:
         session, died = task.conversation.session, 0
         while True:
             try:
-                workers[place].check(self.seconds)
+                workers[place].check(self.timeout)
             except Lost as lost:
                 self._count_loss(self._replace(place, workers, lost))
                 continue
             holder = self._holders.get(session)
             # After as many answers the worker may have dropped the conversation, and repeats it.
-            kept = holder is not None and self._answers[place] - holder.answers < MOST_OPEN
-            steps = 1 if kept else 1 + len(task.turns or ())
+            goes_on = holder is not None and self._answers[place] - holder.answers < MOST_OPEN
+            steps = 1 if goes_on else 1 + len(task.turns or ())
             try:
-                outcome, full = next(workers[place].score([task.row()], steps * self.seconds))
+                outcome, full = next(workers[place].score([task.row()], steps * self.timeout))
             except TimeoutError:
                 self._replace(place, workers)
-                outcome, full = Outcome((), failure="timeout", detail=f"more than {self.seconds:g} s for a step"), False
+                outcome, full = Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s for a step"), False
             except Lost as lost:
-                said, died = self._replace(place, workers, lost), died + 1
+                ending, died = self._replace(place, workers, lost), died + 1
                 if died < ATTEMPTS:
                     continue
-                outcome, full = Outcome((), failure="died", detail=f"the worker {said}"), False
+                outcome, full = Outcome((), failure="died", detail=f"the worker {ending}"), False
             self._losses = 0
             if full:
                 self._replace(place, workers)
@@ -193,16 +183,9 @@ class EnvironmentWorkers:
 
     def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
         """Replace the worker in a place, whose conversations any worker repeats; return what became of it."""
-        said = workers[place].end()
-        with self._changed:
-            self._holders = {session: one for session, one in self._holders.items() if one.place != place}
-            self._changed.notify_all()
-            if workers is not self._workers:
-                raise RuntimeError("environment workers: closed during a turn")
-            workers[place] = WorkerProcess(self._names, self._memory)
-        return said if lost is None or str(lost) == GONE else str(lost)
-
-    def _count_loss(self, said: str) -> None:
-        self._losses += 1
-        if self._losses >= LOSSES * self.count:
-            raise NotScored(f"environment workers die: {self._losses} times in a row; the last {said}")
+        try:
+            return super()._replace(place, workers, lost)
+        finally:
+            with self._changed:
+                self._holders = {session: one for session, one in self._holders.items() if one.place != place}
+                self._changed.notify_all()

@@ -53,10 +53,10 @@ class ParsedAnswer:
             return sympy.FiniteSet(*ends)
         if len(ends) != 2 or self.kind[0] not in "[(" or not all(end.is_extended_real for end in ends):
             raise Unreadable("no interval")
-        found = sympy.Interval(*ends, self.kind[0] == "(", self.kind[1] == ")")
-        if found.is_empty:
+        interval = sympy.Interval(*ends, self.kind[0] == "(", self.kind[1] == ")")
+        if interval.is_empty:
             raise Unreadable("the ends of an interval in the wrong order")
-        return found
+        return interval
 
 
 def read_answer(text: str) -> ParsedAnswer:
@@ -118,8 +118,8 @@ def _read_item(text: str) -> ParsedAnswer:
 def _read_side(text: str) -> ParsedAnswer:
     if match := _BUILDER.fullmatch(text):
         return _read_list(match[1])
-    if found := _read_brackets(text):
-        return found
+    if brackets := _read_brackets(text):
+        return brackets
     return ParsedAnswer("set", parse_set(text)) if _SET.match(text) else _read_value(text)
 
 

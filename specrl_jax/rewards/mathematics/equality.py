@@ -17,11 +17,11 @@ _INVISIBLE = re.compile(r"~|\\[,;:! ]|\\(?:left|right)(?![A-Za-z])|\\text(?=\s*\
 
 def equal_texts(gold: str, given: str) -> bool:
     """Return whether two texts are equal answers; texts that are no answers are compared token by token."""
-    wanted, found = _read(gold), _read(given)
-    if wanted is None or found is None:
-        return wanted is found and _plain(gold) == _plain(given)
+    gold_answer, given_answer = _read(gold), _read(given)
+    if gold_answer is None or given_answer is None:
+        return gold_answer is given_answer and _plain(gold) == _plain(given)
     try:
-        return equal(wanted, found)
+        return equal(gold_answer, given_answer)
     except Unreadable:
         return False
 
@@ -103,12 +103,12 @@ def _equal_lists(gold: ParsedAnswer, given: ParsedAnswer) -> bool:
     names = [{item.name for item in items} - {""} for items in (first, second)]
     if names[0] != names[1] and max(map(len, names)) > 1:
         return _pairwise(first, second)  # "x = 1, y = 2" and "1, 2"
-    left = list(second)
+    unmatched = list(second)
     for item in first:  # any order: equality is transitive, but for percent and rounded decimals
-        if (found := next((i for i, other in enumerate(left) if equal(item, other)), None)) is None:
+        if (partner := next((i for i, other in enumerate(unmatched) if equal(item, other)), None)) is None:
             return False
-        del left[found]
-    return not left
+        del unmatched[partner]
+    return not unmatched
 
 
 def _pairwise(gold: Sequence[ParsedAnswer], given: Sequence[ParsedAnswer]) -> bool:
@@ -117,11 +117,11 @@ def _pairwise(gold: Sequence[ParsedAnswer], given: Sequence[ParsedAnswer]) -> bo
 
 def _distinct(answer: ParsedAnswer) -> list[ParsedAnswer]:
     """Return the items, of a set in braces each once."""
-    found: list[ParsedAnswer] = []
+    distinct: list[ParsedAnswer] = []
     for item in answer.items:
-        if answer.kind != "{}" or not any(equal(item, other) for other in found):
-            found.append(item)
-    return found
+        if answer.kind != "{}" or not any(equal(item, other) for other in distinct):
+            distinct.append(item)
+    return distinct
 
 
 def _symbols(answer: ParsedAnswer) -> set[sympy.Symbol]:

@@ -63,20 +63,20 @@ class _Parser(_Latex2Sympy):
 
 def parse_expression(text: str) -> Expr | ImmutableMatrix:
     """Return an expression or matrix. Raises Unreadable, or what the library raises, if the text is not one."""
-    known = _WITH_MATRIX if "\\begin" in text else _DEGREES if re.search(_TRIG, text) else _EXPRESSION
-    found = _parse(text, known)
-    found = ImmutableMatrix(found) if isinstance(found, sympy.MatrixBase) else found
-    if not isinstance(found, Expr | ImmutableMatrix) or found.has(sympy.zoo, sympy.nan):
+    allowed = _WITH_MATRIX if "\\begin" in text else _DEGREES if re.search(_TRIG, text) else _EXPRESSION
+    parsed = _parse(text, allowed)
+    parsed = ImmutableMatrix(parsed) if isinstance(parsed, sympy.MatrixBase) else parsed
+    if not isinstance(parsed, Expr | ImmutableMatrix) or parsed.has(sympy.zoo, sympy.nan):
         raise Unreadable("no expression")
-    return found
+    return parsed
 
 
 def parse_set(text: str) -> sympy.Set:
     """Return a union, intersection or difference of intervals and finite sets."""
-    found = _parse(text, _SETS)
-    if not isinstance(found, sympy.Set) or found.free_symbols:
+    parsed = _parse(text, _SETS)
+    if not isinstance(parsed, sympy.Set) or parsed.free_symbols:
         raise Unreadable("no set")
-    return found
+    return parsed
 
 
 def _variable(match: re.Match[str]) -> str:
@@ -91,12 +91,12 @@ def _variable(match: re.Match[str]) -> str:
     return "".join(f"\\variable{{{letter}}}" for letter in letters)
 
 
-def _parse(text: str, known: re.Pattern[str]) -> Any:
+def _parse(text: str, allowed: re.Pattern[str]) -> Any:
     text = _NAMES.sub(_variable, text)
-    if not known.fullmatch(text):
+    if not allowed.fullmatch(text):
         raise Unreadable("not made of known signs")
     parser = _Parser(convert_degrees=True, config=ConversionConfig(lowercase_symbols=False))
-    found = parser.parse(text)
+    parsed = parser.parse(text)
     if parser.parser.getTokenStream().LA(1) != Token.EOF:
         raise Unreadable("more than one expression")
-    return found.doit()
+    return parsed.doit()

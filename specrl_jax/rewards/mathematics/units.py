@@ -69,10 +69,10 @@ PLAIN = Quantity()
 def split_unit(text: str) -> tuple[str, Quantity]:
     """Return what stands before percent, number words and unit, and these. Raises ValueError for half a unit."""
     if before := _BEFORE.fullmatch(text):  # "$5 per hour"
-        front, found = split_unit(before[1] + before[3])
-        if found.percent:
+        front, quantity = split_unit(before[1] + before[3])
+        if quantity.percent:
             raise ValueError("percent of a currency")
-        return front, found._replace(unit=tuple(sorted([(_CURRENCIES[before[2]], 1), *found.unit])))
+        return front, quantity._replace(unit=tuple(sorted([(_CURRENCIES[before[2]], 1), *quantity.unit])))
     for sign, name in _CURRENCIES.items():
         if text.endswith(sign):
             return text.removesuffix(sign), Quantity(((name, 1),))

@@ -36,8 +36,8 @@ def is_zero(expr: Expr) -> bool:
     symbols = sorted(expr.free_symbols, key=str)
     if not symbols:
         return _vanishes(expr) is True
-    found = [_vanishes(expr, point(symbols, i)) for i in range(POINTS)]
-    if False in found or found.count(True) < ENOUGH:
+    verdicts = [_vanishes(expr, point(symbols, i)) for i in range(POINTS)]
+    if False in verdicts or verdicts.count(True) < ENOUGH:
         return False
     pieces = _pieces(expr)
     return not pieces or all(_vanishes(expr, values) is not False for values in _wide_points(expr, symbols, pieces))
@@ -71,7 +71,7 @@ def _wide_points(expr: Expr, symbols: list[sympy.Symbol], pieces: list[Any]) -> 
 
 def _bends(x: sympy.Symbol, others: dict[sympy.Symbol, Rational], pieces: list[Any]) -> set[Rational]:
     """Return where the argument of a piece is 0, or for floor and ceiling one of the integers around it."""
-    found: set[Rational] = set()
+    bends: set[Rational] = set()
     for piece in pieces:
         argument = piece.args[0].xreplace(others)
         for level in range(-3, 4) if isinstance(piece, _STEPS) else (0,):
@@ -80,8 +80,8 @@ def _bends(x: sympy.Symbol, others: dict[sympy.Symbol, Rational], pieces: list[A
                 continue
             exact = all(coefficient.is_Rational for coefficient in polynomial.all_coeffs())
             roots = (exact and list(polynomial.ground_roots())) or polynomial.nroots(n=15)
-            found |= {Rational(str(root)) if root.is_Float else root for root in roots if root.is_real}
-    return found
+            bends |= {Rational(str(root)) if root.is_Float else root for root in roots if root.is_real}
+    return bends
 
 
 def _around(places: list[Rational]) -> list[Rational]:

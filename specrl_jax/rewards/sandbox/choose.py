@@ -94,8 +94,8 @@ def find_python(path: str) -> Interpreter:
             return _about(candidate)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             faults.append(f"{candidate}: {getattr(error, 'strerror', None) or type(error).__name__}")
-    wanted = f"a Python of {'.'.join(map(str, OLDEST))} or later, with ctypes, that the programs' account can read"
-    raise InputError(f"reward.sandbox_python={path}: {wanted}, is needed; {'; '.join(faults)}")
+    needed = f"a Python of {'.'.join(map(str, OLDEST))} or later, with ctypes, that the programs' account can read"
+    raise InputError(f"reward.sandbox_python={path}: {needed}, is needed; {'; '.join(faults)}")
 
 
 def _about(path: str) -> Interpreter:
@@ -140,6 +140,6 @@ def _try_server(url: str, limits: Limits) -> Chosen:
     except SandboxError as error:
         raise InputError(f"reward.sandbox_url: {error}") from None
     if ran.stdout.strip() != "42":
-        said = f"{ran.stdout[:50]!r} {ran.stderr[-100:]!r}"
-        raise InputError(f"reward.sandbox_url={url}: asked for 6 * 7, it said {said}")
+        reply = f"{ran.stdout[:50]!r} {ran.stderr[-100:]!r}"
+        raise InputError(f"reward.sandbox_url={url}: asked for 6 * 7, it said {reply}")
     return Chosen("http", limits, None, url=url)

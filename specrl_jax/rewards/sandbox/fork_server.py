@@ -104,13 +104,13 @@ def _fork(files: list[int], settings: dict[str, Any], rules: int, start: Callabl
     status = 1
     try:
         os.setsid()
-        kept = [*files, rules] if rules >= 0 else files
-        above = max(kept) + 1
-        for place, file in enumerate(kept):
+        inherited = [*files, rules] if rules >= 0 else files
+        above = max(inherited) + 1
+        for place, file in enumerate(inherited):
             os.dup2(file, above + place)
-        for place in range(len(kept)):
+        for place in range(len(inherited)):
             os.dup2(above + place, place)
-        os.closerange(len(kept), _MOST_FILES)
+        os.closerange(len(inherited), _MOST_FILES)
         _confine(settings, len(files) if rules >= 0 else -1)
         status = start()
     except BaseException as error:  # of this file alone: a program's own never come here

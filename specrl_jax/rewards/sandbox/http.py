@@ -32,9 +32,9 @@ class HttpSandbox:
         job = {"program": task.program, "call": task.call, "arguments": task.arguments}
         job |= {"tests": task.tests, "check": task.check, "mark": mark}
         ran, out = self._run(bundle(alone), json.dumps(job), seconds)
-        _, found, after = out.rpartition("\n" + mark)
+        _, marked, after = out.rpartition("\n" + mark)
         try:
-            return ran._replace(result=json.loads(after) if found else None)
+            return ran._replace(result=json.loads(after) if marked else None)
         except (ValueError, RecursionError):
             return ran
 

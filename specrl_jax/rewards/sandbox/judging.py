@@ -49,28 +49,14 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("set", self, name, value)
 
-    def __len__(self) -> Any:
-        return self._ask("len", self)
 
-    def __iter__(self) -> Any:
-        return self._ask("iter", self)
-
-    def __next__(self) -> Any:
-        return self._ask("next", self)
-
-    def __bool__(self) -> Any:
-        return self._ask("bool", self)
-
-    def __str__(self) -> Any:
-        return self._ask("str", self)
-
-    def __repr__(self) -> Any:
-        return self._ask("repr", self)
+for _kind in ("len", "iter", "next", "bool", "str", "repr"):
+    setattr(Remote, f"__{_kind}__", lambda self, kind=_kind: self._ask(kind, self))
 
 
 def _asker(peer: io.FileIO) -> Ask:
     """Return a function that asks `serve`, and raises what the program raised."""
-    known: dict[int, Remote] = {}
+    remotes: dict[int, Remote] = {}
 
     def refer(value: Any) -> dict[str, int]:
         if not isinstance(value, Remote):
@@ -78,7 +64,7 @@ def _asker(peer: io.FileIO) -> Ask:
         return {"ref": value._ref}
 
     def look_up(ref: int) -> Remote:
-        return known.setdefault(ref, Remote(ask, ref))
+        return remotes.setdefault(ref, Remote(ask, ref))
 
     def ask(*question: Any, given: tuple[Any, ...] = ()) -> Any:
         write(peer, encode(list(question), refer))
@@ -125,10 +111,10 @@ def check(job_file: int, peer_file: int, result_file: int) -> int:
         for name in _own_modules(job["tests"]):
             namespace[name] = __import__(name)
         namespace.update({name: getattr(collections, name) for name in _COLLECTIONS})
-        used, own = _names(job["tests"])
-        own |= namespace.keys()
-        module = sys.modules[MODULE] = _Program(_asker(peer), own)
-        for name in sorted(used - own):
+        used, defined = _names(job["tests"])
+        defined |= namespace.keys()
+        module = sys.modules[MODULE] = _Program(_asker(peer), defined)
+        for name in sorted(used - defined):
             with contextlib.suppress(AttributeError):
                 namespace[name] = getattr(module, name)
         execute(job["tests"], "tests", namespace)
@@ -174,17 +160,17 @@ def _names(source: str) -> tuple[set[str], set[str]]:
     """Return the names that tests use, and those that they or Python define: the program must not be asked for `abs`
     or an imported `isclose`, and so answer for them.
     """
-    used, own = set[str](), set(dir(builtins))
+    used, defined = set[str](), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.arg):
-            own.add(node.arg)
+            defined.add(node.arg)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            own.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-    return used, own
+            defined.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+    return used, defined
 
 
 def fault_of(tests: ast.Module, check: str) -> str:
@@ -210,13 +196,13 @@ def defines_check(tests: ast.Module) -> bool:
 
 def _at_import(tests: ast.Module) -> Iterator[ast.AST]:
     """Yield the nodes of a module without those inside of functions, classes and `if __name__ == ...`."""
-    left: list[ast.AST] = [tests]
-    while left:
-        node = left.pop()
+    remaining: list[ast.AST] = [tests]
+    while remaining:
+        node = remaining.pop()
         yield node
         names = ast.walk(node.test) if isinstance(node, ast.If) else ()
         if not isinstance(node, _LATER) and "__name__" not in {getattr(name, "id", "") for name in names}:
-            left.extend(ast.iter_child_nodes(node))
+            remaining.extend(ast.iter_child_nodes(node))
 
 
 def _is_test(node: ast.AST) -> bool:
@@ -230,23 +216,23 @@ def _is_test(node: ast.AST) -> bool:
 def _asserts(tests: ast.Module) -> bool:
     """Return whether importing a module reaches an assertion: outside of functions, or in those that it calls."""
     inside = {node.name: _called(ast.walk(node)) for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)}
-    known, new = set[str](), _called(_at_import(tests))
+    reached, new = set[str](), _called(_at_import(tests))
     while new:
-        known |= new
-        new = set[str]().union(*(inside.get(name, set()) for name in new)) - known
-    return "assert" in known
+        reached |= new
+        new = set[str]().union(*(inside.get(name, set()) for name in new)) - reached
+    return "assert" in reached
 
 
 def _called(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names of what nodes call; "assert" for an assertion, and for a call with that in its name."""
-    found = set[str]()
+    names = set[str]()
     for node in nodes:
         if isinstance(node, ast.Assert):
-            found.add("assert")
+            names.add("assert")
         elif isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            found.add("assert" if "assert" in name else name)
-    return found
+            names.add("assert" if "assert" in name else name)
+    return names
 
 
 def _passed(namespace: dict[str, Any], tests: ast.Module) -> Iterator[bool]:

@@ -56,7 +56,7 @@ def own_uid() -> int:
         return 0
     with open("/proc/self/uid_map") as file:
         ids = [range(int(first), int(first) + int(count)) for first, _, count in map(str.split, file)]
-    if any(_FIRST_UID in known for known in ids):
+    if any(_FIRST_UID in mapped for mapped in ids):
         return _FIRST_UID + 2 * os.getpid()
     last = max(ids, key=len)  # a container that has some of the ids: its last ones, before 65534 and 65535
     return last[-1] - 3 - 2 * (os.getpid() % (len(last) // 4)) if len(last) > 8 else 0
@@ -89,10 +89,12 @@ def missing(mechanism: str) -> str:
 
 def hidden(mechanism: str, python: Interpreter) -> str:
     """Return what a mechanism puts in the place of the interpreter's folders; "" for nothing."""
-    own = [path for path in python.folders if path == "/tmp" or path.startswith("/tmp/")]
-    if mechanism != "bubblewrap" or not own:
+    in_tmp = [path for path in python.folders if path == "/tmp" or path.startswith("/tmp/")]
+    if mechanism != "bubblewrap" or not in_tmp:
         return ""
-    return f"{python.path} reads {own[0]}, and programs have a /tmp of their own: set reward.sandbox_python to another"
+    return (
+        f"{python.path} reads {in_tmp[0]}, and programs have a /tmp of their own: set reward.sandbox_python to another"
+    )
 
 
 def command(mechanism: str, python: Interpreter, limits: Limits, *, server: str, socket: int) -> Command:

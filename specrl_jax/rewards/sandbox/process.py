@@ -64,7 +64,7 @@ class LocalSandbox:
                 if cause:
                     control.send(b"end")
                 told = _parse(control, END_SECONDS)
-                status, left = int(told["status"]), bool(told["left"])
+                status, has_files = int(told["status"]), bool(told["left"])
             except (OSError, ValueError, KeyError, TypeError):
                 ended = self.close()
                 raise SandboxError(f"the sandbox ended with status {ended} while a program ran") from None
@@ -72,7 +72,7 @@ class LocalSandbox:
                 self.close()
                 raise
             reader.drain()
-        if left:
+        if has_files:
             self.close()  # nobody else finds what this one wrote
         out, err, result = (bytes(content) for content in reader.contents)
         text = err.decode(errors="replace")[-_STDERR:]
@@ -96,13 +96,13 @@ class LocalSandbox:
             return self._control
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         how = command(self.mechanism, self.python, self.limits, server=bundle(fork_server), socket=theirs.fileno())
-        with theirs, tempfile.TemporaryFile() as said:
+        with theirs, tempfile.TemporaryFile() as errors:
             try:
                 self._server = subprocess.Popen(
                     how.arguments,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=said,
+                    stderr=errors,
                     env=ENVIRONMENT,
                     cwd="/",
                     pass_fds=[theirs.fileno()],
@@ -113,8 +113,8 @@ class LocalSandbox:
                 _parse(self._control, START_SECONDS)
             except (OSError, ValueError) as error:
                 self.close()
-                said.seek(0)
-                last = said.read()[-_STDERR:].decode(errors="replace").strip().splitlines()[-1:]
+                errors.seek(0)
+                last = errors.read()[-_STDERR:].decode(errors="replace").strip().splitlines()[-1:]
                 raise SandboxError("; ".join([f"it does not start ({type(error).__name__})", *last])) from None
         return self._control
 
@@ -135,8 +135,8 @@ class _Reader:
             for place, file in enumerate(self.files):
                 selector.register(file, selectors.EVENT_READ, place)
             selector.register(control, selectors.EVENT_READ, None)
-            while (left := end - time.monotonic()) > 0:
-                ready = [key for key, _ in selector.select(left)]
+            while (remaining := end - time.monotonic()) > 0:
+                ready = [key for key, _ in selector.select(remaining)]
                 for key in ready:
                     if key.data is not None and not self._read(key.data):
                         selector.unregister(key.fd)

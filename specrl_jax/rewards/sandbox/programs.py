@@ -124,10 +124,10 @@ def serve(job_file: int, peer_file: int) -> int:
         namespace = execute(PRELUDE, MODULE)
         execute(job["program"], MODULE, namespace)
         objects: list[Any] = [namespace]
-        known: dict[int, int] = {}
+        references: dict[int, int] = {}
 
         def refer(value: Any) -> dict[str, int]:
-            ref = known.setdefault(id(value), len(objects))
+            ref = references.setdefault(id(value), len(objects))
             if ref == len(objects):
                 objects.append(value)  # which keeps the id its own
             return {"ref": ref}

@@ -14,6 +14,7 @@ from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
 from specrl_jax.decoding.pages import empty_pool, no_pages
+from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, commit, speculative_step
@@ -430,7 +431,10 @@ def generate(drafter, rule, histories=(None,), groups=0, seed=0):
     """Rollouts with each of `histories`, by one engine."""
     limits = EngineConfig(6, 4, 16, chunk=3, groups=groups, sequences=(SAMPLES + EARLIER) if groups else 0)
     engine = toys.toy_engine(limits, Sampling(1.0, rule=rule), (3,), 0, drafter, lengths=(drafter.length,))
-    return [engine.generate(TABLE, PROMPTS, SAMPLES, seed=seed, history=history) for history in histories]
+    return [
+        engine.generate(TABLE, PROMPTS, SAMPLES, seed=seed, options=CallOptions(history=history))
+        for history in histories
+    ]
 
 
 def remember(rollouts):

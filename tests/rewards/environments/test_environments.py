@@ -13,8 +13,9 @@ from specrl_jax.rewards.environments.guessing import Guessing
 from specrl_jax.rewards.environments.session import Sessions, load, read_step
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.messages import NotScored, Outcome
-from specrl_jax.rewards.scorer import GIB, Scorer, make_environment
+from specrl_jax.rewards.scorer import Scorer, make_environment
 from specrl_jax.rewards.verifiable import exact
+from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.helpers.runs import ROOT
 from tests.rewards.environments.strange import GARBAGE, Strange
 
@@ -23,7 +24,7 @@ CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}"}}
 
 
 def workers_of(name, count=2, seconds=3.0):
-    return EnvironmentWorkers(name, name, seconds, count=count, memory=GIB)
+    return EnvironmentWorkers(name, name, WorkerOptions(count, seconds, 1.0))
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(mon
             return super().step(text)
 
     class InThisProcess:
-        def __init__(self, names, memory):
+        def __init__(self, names, memory, code=None):
             self.sessions = Sessions(Counted)
 
         def check(self, seconds):
@@ -155,7 +156,7 @@ def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(mon
             said = self.sessions(rows[0].response, "", row=rows[0].context.row)
             yield Outcome((said.reward,), messages=said.messages), False
 
-    monkeypatch.setattr("specrl_jax.rewards.environments.workers.WorkerProcess", InThisProcess)
+    monkeypatch.setattr("specrl_jax.rewards.worker_group.WorkerProcess", InThisProcess)
     for module in ("workers", "session"):
         monkeypatch.setattr(f"specrl_jax.rewards.environments.{module}.MOST_OPEN", 3)
     workers, replies, rng = workers_of(STRANGE, count=1, seconds=1.0), queue.SimpleQueue(), random.Random(0)
@@ -212,7 +213,7 @@ def test_environments_that_cannot_be_loaded_are_refused():
     assert "no reset" in workers_of("tests.rewards.environments.strange:GARBAGE").problem()
     assert "No module" in workers_of("no_such_module:Class").problem()
     with pytest.raises(Exception, match=r"environment\.name: .*no_such"):
-        Scorer((), environment=make_environment("no_such_module:Class", 1.0, 1, memory=1.0))
+        Scorer((), environment=make_environment("no_such_module:Class", WorkerOptions(1, 1.0, 1.0)))
 
 
 def test_workers_that_never_start_end_the_run(monkeypatch):
