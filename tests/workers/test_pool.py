@@ -154,7 +154,8 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     """Each its share, at what was drawn of it before; one that has finished its own is not told, one that starts after
     that does nothing.
     """
-    engine = RemoteEngine(None, (), 0, None, 3, None, Sampling(), 8, process=First(pool), name="engine")
+    drafts_of_three = types.SimpleNamespace(functions=types.SimpleNamespace(drafter=types.SimpleNamespace(length=3)))
+    engine = RemoteEngine(drafts_of_three, Sampling(), 8, process=First(pool), name="engine")
     texts = {i: np.array([i], np.int32) for i in (11, 14, 17)}
     lookahead = Lookahead(PROMPTS, np.arange(10, 20), dict(texts))
     asked, began = {}, threading.Barrier(3)
