@@ -140,11 +140,11 @@ def commit(
         verifications=slots.verifications + ~slots.done,
         lookup_cache=lookup_cache,
         stop_state=stop_state,
-        mask=slots.mask and record_mask(slots.mask, verified.mask, where, offsets < count[:, None]),
+        mask=slots.mask and record_mask(slots.mask, verified.mask, where, committed=offsets < count[:, None]),
     )
 
 
-def record_mask(buffer: MaskBuffer, mask: SamplingMask | None, where: jax.Array, committed: jax.Array) -> MaskBuffer:
+def record_mask(buffer: MaskBuffer, mask: SamplingMask | None, where: jax.Array, *, committed: jax.Array) -> MaskBuffer:
     """Append the ids kept at the committed tokens [B, Q] bool, which stand at columns `where` [B, Q]."""
     assert mask is not None, "a mask is recorded where top-k or top-p is on"
     count = jnp.where(committed, mask.count, 0)

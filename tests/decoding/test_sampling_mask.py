@@ -108,7 +108,7 @@ def test_ids_of_tokens_that_are_not_committed_are_not_recorded():
     buffer = MaskBuffer(jnp.zeros((3, 6), jnp.int32), jnp.full((3, 20), -1), jnp.array([0, 8, 1]))
     committed = jnp.array([[True, True, False], [False] * 3, [True, False, False]])
     where = jnp.where(committed, jnp.array([[1, 2, 3], [2, 3, 4], [3, 4, 5]]), 6)
-    out = record_mask(buffer, SamplingMask(ids, count), where, committed)
+    out = record_mask(buffer, SamplingMask(ids, count), where, committed=committed)
     assert out.used.tolist() == [3, 8, 4]
     assert out.ids[0, :3].tolist() == [0, 1, 4] and out.ids[1, :8].tolist() == [-1] * 8
     assert out.ids[2, :4].tolist() == [-1, 24, 25, 26]
