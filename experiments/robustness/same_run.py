@@ -47,8 +47,9 @@ TIMED = (
     "rollout/parked",  # by an answer of an environment that comes late
 )
 
-# Host state that is not compared: times of rollouts ahead, and where the files of a config lie.
-NOT_COMPARED = ("seconds", "files")
+# Host state that is not compared: times of rollouts ahead, where the files of a config lie, and what an alarm's state
+# said of constants, until they left it.
+NOT_COMPARED = ("seconds", "files", "error", "patience", "collapses")
 
 OVERRIDES = {
     "steps": STEPS,
