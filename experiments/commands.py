@@ -9,27 +9,50 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 SMALL_OUTPUTS = pathlib.Path("runs/small")
 # Options that name what a command writes.
 OUTPUTS = ("output", "figure")
+SAME = object()  # the value under --small of an option that has none of its own
 
 
 class Parser(argparse.ArgumentParser):
     """A parser with `--small`, which turns any command of a page into one that a test can afford.
 
+    Every option may have a value under --small, whatever else is said. What would be written into the tree is then
+    written below runs/small.
+
     Args:
       doc: of the module.
-      small: option -> its value under --small, whatever else is said. What would be written into the tree is then
-        written below runs/small.
+      small: option -> its value under --small, of those that are added to a group.
     """
 
-    def __init__(self, doc: str | None, small: Mapping[str, object]) -> None:
+    def __init__(self, doc: str | None, small: Mapping[str, object] = MappingProxyType({})) -> None:
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self._small = small
+        self._small = dict(small)
         self.add_argument("--small", action="store_true", help="little work; its figures mean nothing")
+
+    def add_argument(self, *names: str, **how: Any) -> argparse.Action:
+        """Add an option; `small` is its value under --small."""
+        small = how.pop("small", SAME)
+        added = super().add_argument(*names, **how)
+        if small is not SAME:
+            self._small[added.dest] = small
+        return added
+
+    def sizes(self, **options: tuple[Any, ...]) -> None:
+        """Add options: name=(value, value under --small) or name=(value, value under --small, help).
+
+        A number, a text, or several of one kind; the value says which.
+        """
+        for name, (value, small, *help_text) in options.items():
+            several = isinstance(value, list | tuple | range)
+            kind = type(value[0] if several else value)
+            how: dict[str, Any] = {"nargs": "+"} if several else {}
+            self.add_argument(f"--{name}", type=kind, default=value, small=small, help=" ".join(help_text), **how)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         found = super().parse_args(args, namespace)

@@ -253,10 +253,10 @@ def table(folder: str, configs: Sequence[str]) -> Command:
 
 
 def main() -> int:
-    parser = commands.Parser(__doc__, small={"quick": True})
+    parser = commands.Parser(__doc__)
     default = [folder for folder in FOLDERS if folder not in ASIDE]
     parser.add_argument("--only", nargs="+", choices=FOLDERS, default=default, help=f"all but {', '.join(ASIDE)}")
-    parser.add_argument("--quick", action="store_true", help="the carried base alone")
+    parser.add_argument("--quick", action="store_true", help="the carried base alone", small=True)
     parser.add_argument("--jobs", type=int, default=2, help="commands at the same time; default: 2")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()

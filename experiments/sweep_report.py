@@ -15,11 +15,6 @@ from specrl_jax.io.metrics import read_metrics
 Table = list[dict[str, Any]]
 
 
-def collect_rows(sweep: Sequence[dict[str, Any]], workdir: str) -> Table:
-    """Return the metrics rows of every run of a sweep with its overrides."""
-    return [run | row for run in sweep for row in read_metrics(os.path.join(workdir, make_name(run)))]
-
-
 def stored_rows(path: pathlib.Path) -> Table:
     """Return the rows of a results.csv without their empty cells."""
     return [{name: value for name, value in row.items() if value != ""} for row in read_rows(str(path))]
@@ -30,24 +25,25 @@ def run_report(
     folder: pathlib.Path,
     sweep: Sequence[dict[str, Any]],
     fields: Sequence[str],
-    collect: Callable[[str], Table],
     shows: Sequence[Callable[[Table], None]],
+    named: Callable[[dict[str, Any]], dict[str, Any]] = lambda run: run,
 ) -> None:
     """Read the launcher's `--workdir`, write results.csv in `folder` and call each of `shows` with its rows.
 
-    Without `--workdir` the rows are those of results.csv. A missing run ends the command with one line.
+    A row is one of a run's metrics, with what `named` makes of the run's entry in the sweep. Without `--workdir` the
+    rows are those of results.csv. A missing run ends the command with one line.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--workdir", default="", help="the launcher's workdir; rewrites results.csv")
     workdir = parser.parse_args().workdir
     if workdir:
-        for run in sweep:
-            if not read_metrics(os.path.join(workdir, make_name(run))):
+        found = [(run, read_metrics(os.path.join(workdir, make_name(run)))) for run in sweep]
+        for run, rows in found:
+            if not rows:
                 parser.error(f"--workdir {workdir}: the run {make_name(run)} is missing; launch the sweep first")
         with open(folder / "results.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
-            writer.writerows(collect(workdir))
-    rows = stored_rows(folder / "results.csv")
+            writer.writerows(named(run) | row for run, rows in found for row in rows)
     for show in shows:
-        show(rows)
+        show(stored_rows(folder / "results.csv"))

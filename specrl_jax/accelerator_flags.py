@@ -79,9 +79,9 @@ def flags_for(accelerator: str, environment: Mapping[str, str], more: Mapping[st
     variable, flags = XLA_FLAGS[accelerator]
     given = environment.get(variable, "").split()
     names = {word.partition("=")[0] for word in given}
-    wanted = {name: value for name, value in {**flags, **(more or {})}.items() if name not in names}
-    unknown = find_unknown(accelerator, tuple(wanted))
-    words = [*given, *(f"{name}={value}" for name, value in wanted.items() if name not in unknown)]
+    missing = {name: value for name, value in {**flags, **(more or {})}.items() if name not in names}
+    unknown = find_unknown(accelerator, tuple(missing))
+    words = [*given, *(f"{name}={value}" for name, value in missing.items() if name not in unknown)]
     found = {variable: " ".join(words)} if words else {}
     if accelerator == "cuda" and not any(environment.get(name) for name in _MEMORY):
         found[_MEMORY[0]] = str(GPU_MEMORY)

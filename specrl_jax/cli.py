@@ -9,7 +9,7 @@ tokenizer were replaced is resumed only with `--changed_files`.
 """
 
 import dataclasses
-import functools
+import importlib
 import itertools
 import logging
 import os
@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -69,7 +69,8 @@ def _run(argv: list[str]) -> int:
         except InputError as error:
             _tell_others(error)
             raise
-        run(config, workdir, distributed=_DISTRIBUTED.value, given=_given(), changed_files=_CHANGED_FILES.value)
+        given = config_flags.get_override_values(flags.FLAGS["config"]).keys()
+        run(config, workdir, distributed=_DISTRIBUTED.value, given=given, changed_files=_CHANGED_FILES.value)
     except (InputError, RunFailed) as error:
         return max(fail(str(line)) for line in error.args)
     except KeyboardInterrupt:  # before a task has begun, or in one without anything to save
@@ -84,9 +85,9 @@ def _run(argv: list[str]) -> int:
 def parse(argv: list[str]) -> tuple[Config, str]:
     """Return the final config and the workdir. Raise InputError for a mistake on the command line."""
     try:
-        rest = flags.FLAGS(recipes.with_found(argv))
-        if len(rest) > 1:
-            raise InputError(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value")
+        arguments = flags.FLAGS(recipes.with_found(argv))
+        if len(arguments) > 1:
+            raise InputError(f"unexpected argument '{arguments[1]}'; overrides look like --config.key=value")
         if not _config_file(argv):
             raise InputError("--config is needed: python main.py --config configs/rlzero_tiny.py")
         # A file that is missing shows at the first access only.
@@ -112,21 +113,16 @@ def _config_file(argv: Sequence[str]) -> str:
 
 def _located(error: Exception, argv: Sequence[str]) -> str:
     """Return what an error means, with the file of --config, and the line where that is the user's mistake."""
-    file, said = _config_file(argv), one_line(error)
-    if "has no attribute 'get_config'" in said:
+    file, text = _config_file(argv), one_line(error)
+    if "has no attribute 'get_config'" in text:
         return f"--config {file}: it defines no get_config(arg=''), which returns the config"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == os.path.abspath(file)]
     if isinstance(error, SyntaxError):
         return f"--config {error.filename}:{error.lineno}: {error.msg}"
     if not lines or isinstance(error, ValueError):  # get_config itself says what is wrong
-        return f"--config {file}: {said}" if "get_config()" in said or "not callable" in said else said
+        return f"--config {file}: {text}" if "get_config()" in text or "not callable" in text else text
     where, kind = f"--config {file}:{lines[-1]}", f"{type(error).__name__}: "
-    return f"{where}: {said.removeprefix('--config: ') if said.startswith('--config: ') else kind + said}"
-
-
-def _given() -> Collection[str]:
-    """Return the keys that the command line sets."""
-    return config_flags.get_override_values(flags.FLAGS["config"]).keys()
+    return f"{where}: {text.removeprefix('--config: ') if text.startswith('--config: ') else kind + text}"
 
 
 def _tell_others(mistake: InputError) -> None:
@@ -151,7 +147,10 @@ def run(
 
     Raises InputError, RunFailed or Stopped.
     """
-    flags_set = set_accelerator_flags() if config.task != "dry_run" else ""  # which sets those of its target
+    # A dry run sets those of its target.
+    accelerator = find_accelerator(os.environ) if config.task != "dry_run" else ""
+    flags_set = flags_for(accelerator, os.environ)
+    os.environ.update(flags_set.variables)
     # After the flags: a mistake in them answers without JAX's seconds.
     import jax
 
@@ -172,8 +171,8 @@ def run(
             pass  # one whose flags are wrong says so here: see _tell_others
         check_agreement(dataclasses.asdict(config), workdir)
         find_devices()
-    if flags_set:
-        print(flags_set, flush=True)
+    if line := str(flags_set):
+        print(line, flush=True)
     with refused_together():
         config = fit_policy(config, given)
         if config.task not in TOGETHER:
@@ -183,14 +182,8 @@ def run(
         if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
     with leave_with_others(), within_memory(f"task={config.task}"):
-        tasks(changed_files)[config.task](config, workdir)
-
-
-def set_accelerator_flags() -> str:
-    """Set the flags of this machine's accelerator and return them in one line; "" on a CPU."""
-    found = flags_for(find_accelerator(os.environ), os.environ)
-    os.environ.update(found.variables)
-    return str(found)
+        task = importlib.import_module(f"specrl_jax.tasks.{config.task}")
+        task.run(config, workdir, **({"changed_files": True} if changed_files else {}))
 
 
 def find_devices() -> None:
@@ -200,33 +193,6 @@ def find_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # of a plugin that is not installed, without any text
-        asked, said = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
-        why = said.partition(" (set JAX_PLATFORMS")[0] or f"no driver, device or jax plugin of {asked} is here"
+        asked, text = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        why = text.partition(" (set JAX_PLATFORMS")[0] or f"no driver, device or jax plugin of {asked} is here"
         raise InputError(f"JAX_PLATFORMS={asked}: {why}; unset it, or cpu") from None
-
-
-def tasks(changed_files: bool = False) -> dict[str, Callable[[Config, str], None]]:
-    """Return what each value of `task` does."""
-    from specrl_jax.tasks import (
-        benchmark,
-        draft_pretrain,
-        dry_run,
-        evaluate,
-        export,
-        generate,
-        pretrain,
-        rollout,
-        train,
-    )
-
-    return {
-        "train": functools.partial(train.run, changed_files=changed_files),
-        "rollout": rollout.run,
-        "evaluate": evaluate.run,
-        "benchmark": benchmark.run,
-        "pretrain": pretrain.run,
-        "draft_pretrain": draft_pretrain.run,
-        "generate": generate.run,
-        "export": export.run,
-        "dry_run": dry_run.run,
-    }

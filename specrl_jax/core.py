@@ -76,13 +76,13 @@ def stand_in(x: object) -> jax.Array:
 
 
 @contextlib.contextmanager
-def atomic_write(path: str, mode: str = "w") -> Iterator[IO[Any]]:
+def atomic_write(path: str) -> Iterator[IO[Any]]:
     """Open a file that replaces `path` when it is closed: a process killed before that leaves the old one.
 
     So does an OSError of writing, which names the path.
     """
     try:
-        with open_written(path + ".tmp", mode) as file:
+        with open_written(path + ".tmp") as file:
             yield file
         os.replace(path + ".tmp", path)
     except OSError:

@@ -77,12 +77,19 @@ def initialize(distributed: bool) -> None:
     if not (any(given[1:]) or several or distributed):
         return
     try:
-        known = (int(given[1]), int(given[2])) if any(given[1:]) else (None, None)
+        processes, process = (int(given[1]), int(given[2])) if any(given[1:]) else (None, None)
         # jax looks for these itself, but then listens on every interface.
         address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            given[0] or None, known[0], known[1], None, None, JOIN_SECONDS
+            given[0] or None, processes, process, None, None, JOIN_SECONDS
         )
-        with _leave_after(JOIN_SECONDS, f"not all of {count} processes joined at {address}"):
+
+        def leave() -> None:  # jax would abort with a stack trace
+            late = f"not all of {count} processes joined at {address} within {JOIN_SECONDS:g} s"
+            fail(_not_joined(f"{late}; where its name is a loopback address there, set {BIND}"))
+            sys.stderr.flush()
+            os._exit(1)
+
+        with unless_within(JOIN_SECONDS, leave):
             jax.distributed.initialize(
                 coordinator_address=address,
                 num_processes=count,
@@ -108,17 +115,6 @@ def unless_within(seconds: float, act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _leave_after(seconds: float, problem: str) -> contextlib.AbstractContextManager[None]:
-    """End the process with one line if the body takes longer: jax would abort with a stack trace."""
-
-    def leave() -> None:
-        fail(_not_joined(f"{problem} within {seconds:g} s; where its name is a loopback address there, set {BIND}"))
-        sys.stderr.flush()
-        os._exit(1)
-
-    return unless_within(seconds, leave)
 
 
 def _not_joined(problem: str) -> str:
@@ -220,8 +216,8 @@ def agree(facts: Mapping[str, object]) -> None:
     found = {kind: json.loads(sent[digests.index(kind)]) for kind in kinds}
     differing = first_difference([*found.values()])
     values = [json.dumps(found[digest].get(differing)) for digest in digests]
-    said = "; ".join(f"{value} in {_processes(values, value)}" for value in dict.fromkeys(values))
-    raise InputError(f"the processes of this run differ in {differing}: {said}")
+    differences = "; ".join(f"{value} in {_processes(values, value)}" for value in dict.fromkeys(values))
+    raise InputError(f"the processes of this run differ in {differing}: {differences}")
 
 
 def first_difference(facts: Sequence[Mapping[str, object]]) -> str:

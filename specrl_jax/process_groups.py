@@ -75,59 +75,53 @@ class ProcessGroups:
 ALONE = ProcessGroups()
 
 
-def find_groups(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> ProcessGroups:
-    """Return the smallest groups whose devices hold all of each of `axes`.
+def find_groups(mesh: Mesh) -> ProcessGroups:
+    """Return the smallest groups whose devices hold whole copies of the rollout weights.
 
     Raises InputError where no groups of whole processes hold such copies.
     """
     if jax.process_count() == 1:
         return ALONE
-    owners = _owners(mesh)
-    found = {i: _members(owners, mesh.axis_names, axes, i) for i in range(jax.process_count())}
+    found = {i: _members(mesh, i) for i in range(jax.process_count())}
     if any(found[other] != members for members in found.values() for other in members):
         shown = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         raise InputError(f"{shown}: no groups of processes hold whole copies of the rollout weights")
     return ProcessGroups(tuple(sorted(set(found.values()))))
 
 
-def group_mesh(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> Mesh:
+def group_mesh(mesh: Mesh) -> Mesh:
     """Return the part of a mesh on the devices of this process's group."""
     if jax.process_count() == 1:
         return mesh
-    owners, names = _owners(mesh), mesh.axis_names
-    places = _places(owners, names, axes, _members(owners, names, axes, jax.process_index()))
-    return Mesh(mesh.devices[np.ix_(*places)], mesh.axis_names, axis_types=mesh.axis_types)
+    devices = _devices_of(mesh, _members(mesh, jax.process_index()))
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def spans_processes(mesh: Mesh) -> bool:
     """Return whether a mesh has devices of several processes."""
-    return len(set(_owners(mesh).flat)) > 1
+    return len(set(_owners(mesh.devices).flat)) > 1
 
 
-def _members(owners: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...], process: int) -> tuple[int, ...]:
-    """Return the processes whose devices make a part of the mesh, with all of each of `axes` and with `process`."""
-    members: tuple[int, ...] = ()
-    found = (*members, process)
-    while found != members:
-        members = found
-        found = tuple(int(i) for i in np.unique(owners[np.ix_(*_places(owners, names, axes, members))]))
+def _members(mesh: Mesh, process: int) -> tuple[int, ...]:
+    """Return the processes whose devices make a part of the mesh, with all of each of COPY_AXES and with `process`."""
+    members: tuple[int, ...] = (process,)
+    while (more := tuple(np.unique(_owners(_devices_of(mesh, members))).tolist())) != members:
+        members = more
     return members
 
 
-def _places(
-    owners: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...], members: tuple[int, ...]
-) -> list[np.ndarray]:
-    """Return, axis by axis, the places of processes in a mesh; all of each of `axes`."""
-    theirs = np.isin(owners, members)
-    others = [tuple(j for j in range(theirs.ndim) if j != i) for i in range(theirs.ndim)]
-    return [
-        np.arange(theirs.shape[i]) if name in axes else np.flatnonzero(theirs.any(axis=others[i]))
-        for i, name in enumerate(names)
+def _devices_of(mesh: Mesh, members: tuple[int, ...]) -> np.ndarray:
+    """Return the smallest part of a mesh that has the devices of some processes, and all of each of COPY_AXES."""
+    theirs = np.isin(_owners(mesh.devices), members)
+    places = [
+        np.arange(size) if name in COPY_AXES else np.unique(axis)
+        for name, size, axis in zip(mesh.axis_names, theirs.shape, np.nonzero(theirs), strict=True)
     ]
+    return mesh.devices[np.ix_(*places)]
 
 
-def _owners(mesh: Mesh) -> np.ndarray:
-    return np.vectorize(lambda device: device.process_index)(mesh.devices)
+def _owners(devices: np.ndarray) -> np.ndarray:
+    return np.vectorize(lambda device: device.process_index)(devices)
 
 
 def group_copy(tree: Tree, shardings: object) -> Tree:
@@ -147,7 +141,7 @@ def staging_mesh(learner: Mesh, rollout: Mesh) -> Mesh:
     their order; further ones hold them again.
     """
     axes = learner.axis_names
-    each = int((_owners(rollout) == jax.process_index()).sum())
+    each = int((_owners(rollout.devices) == jax.process_index()).sum())
     found = [[d for d in learner.devices.flat if d.process_index == i] for i in range(jax.process_count())]
     devices = np.array([sorted(own, key=lambda d: d.id) for own in found]).reshape(len(found), -1, each)
     parts = [rollout.shape[axis] if axis in COPY_AXES else 1 for axis in axes]

@@ -168,16 +168,16 @@ def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) ->
     Raises InputError where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    wanted = [sizes.get(axis, 1) for axis in MESH_AXES]
-    shown = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, wanted))
-    if any(size < 1 and size != -1 for size in wanted) or wanted.count(-1) > 1:
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    shown = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, shape))
+    if any(size < 1 and size != -1 for size in shape) or shape.count(-1) > 1:
         raise InputError(f"{shown}: sizes are positive, and at most one is -1 (the rest)")
-    known = math.prod(size for size in wanted if size != -1)
-    if -1 in wanted:
-        wanted[wanted.index(-1)] = len(devices) // known
-    if math.prod(wanted) != len(devices):
+    product = math.prod(size for size in shape if size != -1)
+    if -1 in shape:
+        shape[shape.index(-1)] = len(devices) // product
+    if math.prod(shape) != len(devices):
         raise InputError(f"{shown}: does not multiply to the {len(devices)} devices present")
-    return jax.make_mesh(tuple(wanted), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
+    return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
 
 
 def bytes_on_devices(tree: Tree) -> int:

@@ -340,7 +340,7 @@ def save_checkpoints(folder):
     head = eagle3.eagle3_config(model, 16)
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.param_specs(head))
     for name, ids in (("head", np.arange(16)), ("head_of_strangers", np.arange(120, 136))):
-        eagle3_formats.save(str(folder / name), params, ids, head=head, target=model, dtype="float32")
+        eagle3_formats.save(str(folder / name), params, ids, config=head, target=model, dtype="float32")
     shutil.copytree(folder / "head", folder / "head_without_d2t")
     tensors = safetensors.numpy.load_file(folder / "head/model.safetensors")
     tensors.pop("d2t")

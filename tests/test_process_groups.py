@@ -278,7 +278,10 @@ def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
     ("override", "message"),
     [
         ("pipeline.tensor=4", "pipeline.tensor=4 x pipeline.expert=1: a copy takes pipeline.rollout_devices=1 of 4 "),
-        ("pipeline.rollout_devices=3 pipeline.tensor=2", "pipeline.rollout_devices=3 must divide by pipeline.tensor=2"),
+        (
+            "pipeline.rollout_devices=3 pipeline.tensor=2",
+            "pipeline.rollout_devices=3: it must divide by pipeline.tensor=2",
+        ),
     ],
 )
 def test_copies_that_no_processes_can_hold_are_refused_in_one_line(override, message, tmp_path):

@@ -55,6 +55,18 @@ def measured_flags(environment: dict[str, str]) -> Flags:
     return found
 
 
+def start_jax() -> dict[str, str]:
+    """Set the flags of the measurement, and jax's compile cache; return the flags."""
+    variables = measured_flags(dict(os.environ)).variables
+    os.environ.update(variables)
+    import jax
+
+    # As of a training run: a second measurement compiles nothing again, and XLA keeps its tiles there.
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
+    jax.config.update("jax_compilation_cache_dir", cache)
+    return variables
+
+
 def main(arguments: list[str] | None = None) -> int:
     a = parse(arguments)
     if a.compile:
@@ -65,13 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Compiling takes most of the time.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-    variables = measured_flags(dict(os.environ)).variables
-    os.environ.update(variables)
+    variables = start_jax()
     import jax
 
-    # As of a training run: a second measurement compiles nothing again, and XLA keeps its tiles there.
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
-    jax.config.update("jax_compilation_cache_dir", cache)
     if jax.devices()[0].platform == "cpu" and not a.small:
         return fail("--small: this machine has no GPU or TPU that jax finds; --small runs the same with little work")
     from experiments.accelerator.command import measure

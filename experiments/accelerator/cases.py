@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.accelerator.parts import one_line
+from experiments.accelerator.__main__ import start_jax
+from experiments.accelerator.parts import one_line, table
 
 STEPS = 3
 # Case -> what differs from the part `training`.
@@ -36,8 +37,7 @@ SMALL = {"lora_8b": {"policy.preset": "nano_deep", "grpo.prompts_per_step": 4}}
 
 def write(folder: Path, found: dict[str, Any]) -> None:
     """Write the cases and their table."""
-    from experiments.accelerator.page import STEPS as COLUMNS
-    from experiments.accelerator.page import table
+    from experiments.accelerator.page import STEPS as COLUMNS  # which imports jax
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -56,15 +56,11 @@ def main() -> int:
     a = parser.parse_args()
     if a.small:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from experiments.accelerator.__main__ import measured_flags
-
-    os.environ.update(measured_flags(dict(os.environ)).variables)
+    start_jax()
     import jax
 
     from experiments.accelerator import learner, sizes
 
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
-    jax.config.update("jax_compilation_cache_dir", cache)
     file, steps = a.output / "cases.json", 1 if a.small else STEPS
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in a.cases:

@@ -143,11 +143,7 @@ def prefill_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
     model, program = sizes.models[0], Program("refill", sizes.prefilled)
     name = f"{model.name}: {sizes.prefilled} prompts of {sizes.prompt}"
     yield Task(
-        "prefill",
-        name,
-        model.config.layers,
-        True,
-        lambda n: lower(rollouts.prefill_engine(sizes, n, device), program),
+        "prefill", name, model.config.layers, True, lambda n: lower(rollouts.prefill_engine(sizes, n, device), program)
     )
 
 

@@ -30,7 +30,13 @@ def draw(cells: list[Row], sides: list[Row], title: str, path: str) -> None:
       cells: rows of the decode cells, with `simulated_ms`.
       sides: rows of the long-tailed rollouts.
     """
-    bars = [*expected_bars(cells), *measured_bars(sides), *published_bars()]
+    bars = [
+        (f"{s['model']}, B {s['rows']}, {s['live']:,} live, r {rate}", s[f"r={rate}"], ITERATIONS)
+        for s in speedups_by_cell(cells)[:MOST_CELLS]
+        for rate in RATES[1:]
+    ]
+    bars += [(f"long tail, {s['draft']}", s["speedup"], ROLLOUTS) for s in sides if "speedup" in s]
+    bars += [(p.what + (f", batch {p.batch}" if p.batch else ""), p.speedup, OTHERS) for p in PUBLISHED]
     height = max(0.28 * max(len(cells), len(bars)) + 1.6, 4)
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, height))
     draw_iterations(left, cells)
@@ -70,19 +76,3 @@ def draw_speedups(axes: Axes, bars: list[tuple[str, float, str]]) -> None:
     present = {color for *_, color in bars}
     handles = [Patch(color=c, label=label) for c, label in COLORS.items() if c in present]
     axes.legend(handles=handles, loc="lower right")
-
-
-def expected_bars(cells: list[Row]) -> list[tuple[str, float, str]]:
-    return [
-        (f"{s['model']}, B {s['rows']}, {s['live']:,} live, r {rate}", s[f"r={rate}"], ITERATIONS)
-        for s in speedups_by_cell(cells)[:MOST_CELLS]
-        for rate in RATES[1:]
-    ]
-
-
-def measured_bars(sides: list[Row]) -> list[tuple[str, float, str]]:
-    return [(f"long tail, {s['draft']}", s["speedup"], ROLLOUTS) for s in sides if "speedup" in s]
-
-
-def published_bars() -> list[tuple[str, float, str]]:
-    return [(p.what + (f", batch {p.batch}" if p.batch else ""), p.speedup, OTHERS) for p in PUBLISHED]

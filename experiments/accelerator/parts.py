@@ -6,10 +6,12 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 Row = dict[str, Any]
+# Heading -> key, or key and what the value is multiplied by.
+Columns = Mapping[str, str | tuple[str, float]]
 PARTS = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")  # in order
 
 
@@ -113,3 +115,34 @@ def timed(results: Results, name: str) -> Iterator[None]:
         yield
     finally:
         results.seconds[name] = round(time.perf_counter() - start, 2)
+
+
+# ---- tables
+
+
+def table(rows: list[Row], columns: Columns) -> list[str]:
+    """Return a Markdown table, without columns that no row has."""
+    used = {heading: spec for heading, spec in columns.items() if any(value(row, spec) is not None for row in rows)}
+    if not used:
+        return ["Nothing was found.", ""]
+    found = [f"| {' | '.join(used)} |", "|" + "---|" * len(used)]
+    return [*found, *(f"| {' | '.join(shown(value(row, spec)) for spec in used.values())} |" for row in rows), ""]
+
+
+def value(row: Row, spec: str | tuple[str, float]) -> Any:
+    key, times = spec if isinstance(spec, tuple) else (spec, None)
+    found = row.get(key)
+    return found if found is None or times is None else times * found
+
+
+def shown(x: Any) -> str:
+    """Return a value as text, of numbers that are not whole four digits."""
+    if x is None:
+        return "-"
+    if isinstance(x, bool):
+        return "yes" if x else "no"
+    if isinstance(x, int) or (isinstance(x, float) and x.is_integer() and abs(x) < 1e15):
+        return f"{int(x):,}"
+    if isinstance(x, float):
+        return f"{x:,.0f}" if abs(x) >= 1e4 else f"{x:.4g}"
+    return str(x)

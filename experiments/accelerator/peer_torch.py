@@ -15,8 +15,12 @@ import json
 import time
 from collections.abc import Callable
 
-import torch
-import transformers
+from experiments import commands
+
+# As a module: beside this file lies kernels.py, which transformers would take for a package of that name.
+with commands.needed("pip install -r requirements-parity.txt"):
+    import torch
+    import transformers
 
 PAGE = 256  # tokens, transformers' own choice
 

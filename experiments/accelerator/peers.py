@@ -21,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.errors import InputError, fail
+from experiments import commands
+from experiments.accelerator.__main__ import start_jax
+from experiments.accelerator.parts import table
 
-ROOT = Path(__file__).parents[2]
 RATE = 0.75
 PROMPT = 32
 COLUMNS = ("model", "rows", "side", "tokens", "seconds", "tokens_per_second", "same_tokens", "error")
@@ -50,12 +51,9 @@ class Page:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "peers.json").write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1) + "\n")
         lines = [f"* {name}: {value}" for name, value in self.facts.items()]
-        table = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        for r in self.rows:
-            cells = [r.get(c, "") for c in COLUMNS]
-            table.append("| " + " | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells) + " |")
         title = ["# Beside transformers and torch on one card", "", *lines, ""]
-        (self.folder / "README.md").write_text("\n".join([*title, *table]) + "\n")
+        page = [*title, *table(self.rows, dict(zip(COLUMNS, COLUMNS)))]
+        (self.folder / "README.md").write_text("\n".join(page))
 
 
 def work(small: bool) -> dict[str, Any]:
@@ -66,21 +64,10 @@ def work(small: bool) -> dict[str, Any]:
 
 
 def theirs(python: str, small: bool, device: str, seconds: float, keep: Keep) -> None:
-    """Run peer_torch.py. Raises InputError where `python` lacks what it needs."""
+    """Run peer_torch.py under `python`; ends this program in one line where that lacks what it needs."""
     from specrl_jax.io.hf import hf_config
     from specrl_jax.models.qwen3 import PRESETS
 
-    try:
-        found = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True)
-    except OSError as error:
-        raise InputError(
-            f"--python {python}: {error.strerror}; a Python with torch and transformers is needed"
-        ) from None
-    if found.returncode:
-        raise InputError(
-            f"--python {python}: this part needs torch and transformers, and it has not both; "
-            "pip install -r requirements-parity.txt"
-        )
     todo, asked = work(small), []
     left_out = ("architectures", "torch_dtype", "model_type")
     for name in dict.fromkeys((*todo["models"], todo["update"][0])):
@@ -90,10 +77,10 @@ def theirs(python: str, small: bool, device: str, seconds: float, keep: Keep) ->
             asked.append(common | {"rows": todo["rows"], "update_rows": 0})
         if name == todo["update"][0]:
             asked.append(common | {"rows": (), "update_rows": todo["update"][1]})
-    # As a module: beside the script lies kernels.py, which transformers would take for a package of that name.
-    command = [python, "-m", "experiments.accelerator.peer_torch", "--device", device, "--work", json.dumps(asked)]
+    command = commands.other_python("--python", python, "accelerator.peer_torch")
+    command += ["--device", device, "--work", json.dumps(asked)]
     end = time.monotonic() + seconds
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=commands.REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
@@ -178,17 +165,10 @@ def main() -> int:
     if a.small:
         os.environ["JAX_PLATFORMS"] = "cpu"
     page = Page(a.output, {"small": a.small, "date": time.strftime("%Y-%m-%d")})
-    try:
-        theirs(a.python, a.small, "cpu" if a.small else "cuda", left() / 2, page.add)
-    except InputError as error:
-        return fail(str(error))
-    from experiments.accelerator.__main__ import measured_flags
-
-    os.environ.update(measured_flags(dict(os.environ)).variables)
+    theirs(a.python, a.small, "cpu" if a.small else "cuda", left() / 2, page.add)
+    start_jax()
     import jax
 
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
-    jax.config.update("jax_compilation_cache_dir", cache)
     page.facts |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     ours(a.small, left, page.add)
     print(f"written: {a.output}/peers.json, README.md")

@@ -97,10 +97,7 @@ FULL = Sizes(
 _NANO = dataclasses.replace(PRESETS["nano"], layers=3)
 _SMALL = Model("nano", _NANO, (1, 2))
 SMALL = Sizes(
-    models=(
-        _SMALL,
-        Model("nano of 1 layer", dataclasses.replace(_NANO, layers=1), (1,)),
-    ),
+    models=(_SMALL, Model("nano of 1 layer", dataclasses.replace(_NANO, layers=1), (1,))),
     dtype="float32",
     draft_vocab=96,
     limit=512,

@@ -17,13 +17,7 @@ from experiments.engine.bench import distinct, matching
 from experiments.verdicts import EQUAL, Claim, Interval, interval, judge_difference, percent, welch
 
 ACCURACY, REWARD = "eval/accuracy", "reward/mean"
-KEYS = [
-    ACCURACY,
-    "eval/accuracy_greedy",
-    REWARD,
-    "rollout/response_length_mean",
-    "rollout_vs_learner/logprob_abs_max",
-]
+KEYS = [ACCURACY, "eval/accuracy_greedy", REWARD, "rollout/response_length_mean", "rollout_vs_learner/logprob_abs_max"]
 # Whose rollouts have other noise than those of plain runs, and so must agree within an interval.
 UNEQUAL = ("rejection", "block")
 WANTED = 0.02  # half of an interval of differences of accuracy

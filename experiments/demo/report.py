@@ -7,14 +7,14 @@ Writes results.csv (one row per step and seed) beside this file. A plain step is
 its rollouts times the speedup of the closing comparison, and without those of the draft's training.
 """
 
-import functools
 import pathlib
-from typing import Any
 
 import numpy as np
 
+from experiments.claims import markdown
 from experiments.demo.sweep import get_sweep
-from experiments.sweep_report import Table, collect_rows, run_report
+from experiments.engine.bench import distinct, matching
+from experiments.sweep_report import Table, run_report
 from specrl_jax.core import PHASES
 
 HERE = pathlib.Path(__file__).parent
@@ -38,27 +38,24 @@ def plain_share(steps: Table) -> float:
 
 def print_table(rows: Table) -> None:
     """Print a line per seed."""
-    print("| seed | accuracy, sampled | rollouts' speedup | accepted of k | generation's share of a plain step |")
-    print("|---|---|---|---|---|")
-    for seed in sorted({row["seed"] for row in rows}):
-        print(_line([row for row in rows if row["seed"] == seed]))
+    header = ["seed", "accuracy, sampled", "rollouts' speedup", "accepted of k", "generation's share of a plain step"]
+    print(markdown(header, [_cells(matching(rows, seed=seed)) for (seed,) in sorted(distinct(rows, "seed"))]))
 
 
-def _line(run: list[dict[str, Any]]) -> str:
+def _cells(run: Table) -> list[str]:
     first, *steps = run
     last = steps[-1]
     before, after = first["eval/accuracy"], last["eval/accuracy"]
     speedup, low, high = (last[name] for name in SPEEDUP)
     accepted = float(np.median([row["spec/acceptance_length"] for row in steps])) - 1
-    cells = (
+    return [
         f"{first['seed']}",
         f"{before:.3f} -> {after:.3f} ({after - before:+.3f})",
         f"{speedup:.2f} ({low:.2f} to {high:.2f})",
         f"{accepted:.2f}",
         f"{plain_share(steps):.0%}",
-    )
-    return f"| {' | '.join(cells)} |"
+    ]
 
 
 if __name__ == "__main__":
-    run_report(__doc__, HERE, get_sweep(), FIELDS, functools.partial(collect_rows, get_sweep()), (print_table,))
+    run_report(__doc__, HERE, get_sweep(), FIELDS, (print_table,))

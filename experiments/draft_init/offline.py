@@ -23,6 +23,7 @@ import numpy as np
 
 from configs import draft_tiny
 from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.rooms.bases import folder
@@ -116,9 +117,10 @@ def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator
         yield {"k": k, "acceptance_length": round(int(rollouts.response_length.sum()) / verifications, 4)} | rates
 
 
-def report(rows: list[bench.Row]) -> None:
+def table(rows: list[bench.Row]) -> str:
+    """Return the Markdown table: acceptance lengths over seeds, conditional rates of draft k over those of draft 1."""
+    lines = []
     for k in K:
-        print(f"k = {k}: acceptance length, mean over seeds (spread); conditional rate of draft k over that of draft 1")
         for cell in bench.distinct(rows, *CELL):
             found = bench.matching(rows, k=k, **dict(zip(CELL, cell)))
             lengths = [row["acceptance_length"] for row in found]
@@ -126,30 +128,22 @@ def report(rows: list[bench.Row]) -> None:
             with np.errstate(invalid="ignore"):  # of drafts of which none is kept
                 ratio = np.mean(kept / before / first)
             shown = f"{np.mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})"
-            print(f"  {cell[0]:<11} {cell[1]:<15} ttt {cell[2]}  {shown}  {ratio:.3f}")
+            lines.append([k, *cell, shown, f"{ratio:.3f}"])
+    return markdown(["k", *CELL, "acceptance length, mean (spread)", "rate of draft k over that of 1"], lines)
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={
-            "updates": 2,
-            "rollouts": 16,
-            "problems": 4,
-            "seeds": [0],
-            "heads": 1,
-            "features": "runs/small/features",
-            "output": str(HERE / "offline.csv"),
-        },
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        features=("runs/features", "runs/small/features", "folder; the features are made once"),
+        updates=(0, 2, "default: 2,400; of the rooms 300"),
+        rollouts=(8192, 16),
+        problems=(512, 4),
+        seeds=(range(3), [0]),
+        heads=(len(HEADS), 1, "of a seed, at most"),
+        output=("", str(HERE / "offline.csv"), "default: offline.csv or rooms.csv beside this file"),
     )
     parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
-    parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
-    parser.add_argument("--updates", type=int, default=0, help="default: 2,400; of the rooms 300")
-    parser.add_argument("--rollouts", type=int, default=8192)
-    parser.add_argument("--problems", type=int, default=512)
-    parser.add_argument("--seeds", type=int, nargs="+", default=range(3))
-    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a seed, at most")
-    parser.add_argument("--output", default="", help="default: offline.csv or rooms.csv beside this file")
     a = parser.parse_args()
     output = a.output or str(HERE / ("rooms.csv" if a.rooms else "offline.csv"))
     updates = a.updates or (300 if a.rooms else 2400)
@@ -163,7 +157,7 @@ def main() -> None:
                 row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": updates}
                 for found in measure(cases[0], state, EVALUATED[prompts], a.problems):
                     write(row | {"train_seconds": round(seconds, 2)} | found)
-    report(bench.read_rows(output))
+    print(table(bench.read_rows(output)))
 
 
 if __name__ == "__main__":

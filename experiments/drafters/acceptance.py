@@ -70,13 +70,12 @@ def measure(
 
 
 def main() -> None:
-    small = {"workloads": ["rooms"], "seeds": [0], "drafters": ["ngram"], "prompts": 1, "lengths": [1]}
-    parser = commands.Parser(__doc__, small=small)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
-    parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="k")
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        seeds=(SEEDS, [0], "of the bases"), prompts=(16, 1, "of each draft length"), lengths=(LENGTHS, [1], "k")
+    )
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), small=["rooms"])
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), small=["ngram"])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
     a = parser.parse_args()
     rows = bench.read_rows(str(a.output)) if a.output.exists() else []

@@ -20,7 +20,7 @@ import numpy as np
 
 from configs import demo
 from experiments import commands
-from experiments.claims import markdown, put_table
+from experiments.claims import markdown, show_table
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.verdicts import ratio_interval
@@ -93,25 +93,23 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    little = {"walk": [1.0], "budgets": [1], "slots": 2, "longest": 1, "prompts": 2, "learning": 1, "rounds": 1}
-    parser = commands.Parser(__doc__, small=little)
-    parser.add_argument("--walk", type=float, nargs="+", default=[0.5, 1.0], help="shares of prompts that are learnt")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32], help="drafts of all sequences")
-    parser.add_argument("--slots", type=int, default=16, help="sequences at once")
-    parser.add_argument("--longest", type=int, default=7, help="draft")
-    parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--learning", type=int, default=6, help="calls of each controller before the rounds")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        walk=([0.5, 1.0], [1.0], "shares of prompts that are learnt"),
+        budgets=([16, 32], [1], "drafts of all sequences"),
+        slots=(16, 2, "sequences at once"),
+        longest=(7, 1, "draft"),
+        prompts=(48, 2),
+        learning=(6, 1, "calls of each controller before the rounds"),
+        rounds=(15, 1),
+    )
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
         for share in a.walk:
             for row in measure(share, a):
                 write({"walk": share} | row)
-    found = table(bench.read_rows(str(a.output)))
-    print(found)
-    if a.output == OUTPUT:
-        put_table(OUTPUT.parent / "README.md", found, "budget")
+    show_table(a.output.parent, OUTPUT.parent, table(bench.read_rows(str(a.output))), "budget")
 
 
 if __name__ == "__main__":

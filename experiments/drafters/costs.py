@@ -32,11 +32,12 @@ def options_of(kind: str, draft_vocab: int) -> DraftOptions:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "batches": [1], "model": "nano", "kinds": ["eagle3"]})
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="beside drafts that cost nothing")
-    parser.add_argument("--model", choices=PRESETS | MODELS, default="medium")
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(7, 1), batches=((1, 8), [1]))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="beside drafts that cost nothing", small=["eagle3"]
+    )
+    parser.add_argument("--model", choices=PRESETS | MODELS, default="medium", small="nano")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
     a = parser.parse_args()
     model, count = (PRESETS | MODELS)[a.model], RESPONSE // (max(LENGTHS) + 1) - WARM

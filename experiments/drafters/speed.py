@@ -54,25 +54,16 @@ def rounds_of(
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={
-            "workloads": ["rooms"],
-            "seeds": [0],
-            "slots": [1],
-            "drafters": ["eagle3"],
-            "lengths": [1],
-            "prompts": 1,
-            "rounds": 1,
-        },
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        seeds=(SEEDS, [0], "of the bases"),
+        slots=((1, 8), [1]),
+        lengths=(LENGTHS, [1], "k"),
+        prompts=(2, 1, "a slot, of each round"),
+        rounds=(7, 1),
     )
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
-    parser.add_argument("--slots", type=int, nargs="+", default=(1, 8))
-    parser.add_argument("--drafters", nargs="+", choices=HEADS, default=["eagle3_1200", "dspark"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="k")
-    parser.add_argument("--prompts", type=int, default=2, help="a slot, of each round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), small=["rooms"])
+    parser.add_argument("--drafters", nargs="+", choices=HEADS, default=["eagle3_1200", "dspark"], small=["eagle3"])
     parser.add_argument("--output", default=str(OUTPUT), help="CSV file")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:

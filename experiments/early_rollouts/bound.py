@@ -52,7 +52,7 @@ def _logprobs(params: Params, tokens: jax.Array, model: qwen3.Qwen3Config, parti
 def disagreement(
     older: Params, newer: Params, model: qwen3.Qwen3Config, partition: Partitioner, rollouts: Rollouts, kept: np.ndarray
 ) -> Disagreement:
-    """Compare two policies at every position that verification of the older one's rollouts looked at.
+    """Compare two policies at every position of the older one's rollouts that was verified.
 
     These are the tokens kept, and the one at which each rollout first disagreed. As the noise of a position is
     independent of all before it, the mean chance over them is what the share of disagreements estimates.

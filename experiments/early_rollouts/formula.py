@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments import commands
-from experiments.claims import markdown, put_table
+from experiments.claims import markdown, show_table
 from experiments.early_rollouts.kept import responses
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
@@ -100,11 +100,10 @@ def by_seed(rows: list[bench.Row], ratios: np.ndarray) -> Interval:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rates": [1e-4], "seeds": [0], "drafts": ["none"], "pairs": 1})
-    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES)
-    parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
-    parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
-    parser.add_argument("--pairs", type=int, default=STEPS - 1, help="of a version and the next")
+    parser = commands.Parser(__doc__)
+    parser.sizes(seeds=(bases.SEEDS, [0]), pairs=(STEPS - 1, 1, "of a version and the next"))
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES, small=[1e-4])
+    parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"], small=["none"])
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
@@ -118,10 +117,7 @@ def main() -> None:
                     for row in steps_of(versions, k, older):
                         numbers = {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
                         write({"learning_rate": rate, "seed": seed, "draft": draft} | numbers)
-    found = table(bench.read_rows(str(a.output)))
-    print(found)
-    if a.output == OUTPUT:
-        put_table(OUTPUT.parent / "README.md", found, "formula")
+    show_table(a.output.parent, OUTPUT.parent, table(bench.read_rows(str(a.output))), "formula")
 
 
 if __name__ == "__main__":

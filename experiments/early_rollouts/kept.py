@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments import commands
-from experiments.claims import markdown, put_table, write_rows
+from experiments.claims import markdown, show_table, write_rows
 from experiments.early_rollouts.bound import disagreement
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
@@ -98,20 +98,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rates": [1e-4], "seeds": [0], "dtypes": ["float32"]})
-    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES)
-    parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
+    parser = commands.Parser(__doc__)
+    parser.sizes(seeds=(bases.SEEDS, [0]), dtypes=(["float32", "bfloat16"], ["float32"]))
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES, small=[1e-4])
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     runs = itertools.product(a.rates, a.seeds, a.dtypes)
     rows = [row for rate, seed, dtype in runs for row in measure(rate, seed, dtype, a.folder)]
     write_rows(a.output, rows)
-    found = table(rows)
-    print(found)
-    if a.output == OUTPUT:
-        put_table(OUTPUT.parent / "README.md", found, "kept")
+    show_table(a.output.parent, OUTPUT.parent, table(rows), "kept")
 
 
 if __name__ == "__main__":

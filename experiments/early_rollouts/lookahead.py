@@ -4,7 +4,7 @@
 
 One machine that generates and learns by turns (`pipeline.mode=sync`): 128 rollouts a step in 16 slots, of which the
 versions of the policy of one RL run draw one step each. In every round both sides generate steps 1 to 8, each under its
-own weights; `lookahead` verifies what the step before has begun of a step, and begins the next one's. Both draw the
+own weights; `lookahead` verifies the rollouts that the step before began, and begins the next step's. Both draw the
 same tokens but for rounding. Writes lookahead.csv and its table.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import commands
-from experiments.claims import markdown, put_table
+from experiments.claims import markdown, show_table
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
@@ -84,12 +84,12 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"drafts": ["none"], "rounds": 1})
-    parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(5, 1))
+    parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"], small=["none"])
     parser.add_argument("--rate", type=float, choices=RATES, default=RATES[0])
     parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
@@ -101,10 +101,7 @@ def main() -> None:
             for i, who in bench.in_turn(["none", "lookahead"], a.rounds):
                 for row in steps_of(versions, k, who == "lookahead", seed=1 + i):
                     write({"draft": draft, "who": who, "round": i} | row)
-    found = table(bench.read_rows(str(a.output)))
-    print(found)
-    if a.output == OUTPUT:
-        put_table(OUTPUT.parent / "README.md", found, "lookahead")
+    show_table(a.output.parent, OUTPUT.parent, table(bench.read_rows(str(a.output))), "lookahead")
 
 
 if __name__ == "__main__":

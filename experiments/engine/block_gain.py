@@ -156,12 +156,10 @@ def gains(rows: list[bench.Row], k: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"lengths": [1], "prompts": 4, "seeds": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(lengths=([3, 5, 7], [1]), prompts=(512, 4), seeds=(8, 1))
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[3, 5, 7])
-    parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--output", default="experiments/engine/block_gain.csv")
     a = parser.parse_args()
     prompts = bench.validation_prompts(a.prompts, CharTokenizer().encode)

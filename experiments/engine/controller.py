@@ -24,7 +24,7 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments import commands
-from experiments.claims import markdown, put_table
+from experiments.claims import markdown, show_table
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.verdicts import Interval, ratio_interval
@@ -131,19 +131,18 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={"drafters": ["ngram"], "slots": [2], "prompts": 1, "longest": 1, "learning": 1, "rounds": 4},
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        slots=([1, 2, 4, 8, 16, 32, 64], [2]),
+        prompts=(8, 1, "of a call, at least; as many as slots otherwise"),
+        longest=(7, 1, "draft; of `random` 1 is"),
+        learning=(4, 1, "calls of the controller before the rounds"),
+        rounds=(20, 4),
     )
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder of the tiny preset")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
     parser.add_argument("--mtp", default="", help="folder of an MTP head; '': leave that drafter out")
-    parser.add_argument("--drafters", nargs="+", default=None, help="default: all")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--prompts", type=int, default=8, help="of a call, at least; as many as slots otherwise")
-    parser.add_argument("--longest", type=int, default=7, help="draft; of `random` 1 is")
-    parser.add_argument("--learning", type=int, default=4, help="calls of the controller before the rounds")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--drafters", nargs="+", default=None, help="default: all", small=["ngram"])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     known = drafters(a.head, a.mtp)
@@ -158,10 +157,7 @@ def main() -> None:
                 parts = make_case(a.policy, draft, slots, max(a.prompts, slots))
                 for row in measure(parts, 1 if name == "random" else a.longest, a.learning, a.rounds):
                     write({"drafter": name, "slots": slots} | row)
-    found = table(bench.read_rows(str(a.output)))
-    print(found)
-    if a.output == OUTPUT:
-        put_table(OUTPUT.parent / "README.md", found, "controller")
+    show_table(a.output.parent, OUTPUT.parent, table(bench.read_rows(str(a.output))), "controller")
 
 
 if __name__ == "__main__":

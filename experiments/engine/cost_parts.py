@@ -74,7 +74,6 @@ def build(
     B: int,
     dtype: str,
     lengths: tuple[int, ...],
-    cache: str = "float32",
     options: DraftOptions | None = None,
 ) -> Case:
     """Build the engine of a random policy and a draft of `options`: by default an EAGLE-3 head; kind none is `free`."""
@@ -84,7 +83,7 @@ def build(
         method = DraftMethod(free_drafter)
     draft = method.model
     limits = EngineConfig(B, PROMPT, RESPONSE, chunk=RESPONSE)
-    config = InferenceConfig(Sampling(), limits, 0, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(cache))
+    config = InferenceConfig(Sampling(), limits, 0, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype("float32"))
     drafter = method.make_drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition=partition))
     stops = bench.Stops((model.vocab,))  # an id outside the vocabulary: no row ends
     engine = make_rollout_engine(

@@ -16,14 +16,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import matplotlib
-
-from experiments import commands
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, Case, build, fc, forward, head, iteration, rest
 from experiments.engine.peers import MODELS
@@ -73,11 +70,7 @@ def table(rows: list[bench.Row]) -> list[dict[str, Any]]:
 def report(rows: list[bench.Row]) -> None:
     for batch, dtype in bench.distinct(rows, "batch", "dtype"):
         lines = table(bench.matching(rows, batch=batch, dtype=dtype))
-        names = [name for name in lines[0] if name != "k"]
-        print(f"\nbatch {batch}, {dtype}\n  k" + "".join(f"{name:>10}" for name in names) + "   quartiles of ratio")
-        for line in lines:
-            shown = "".join(f"{line[name].median:10.3f}" for name in names)
-            print(f"{line['k']:3d}{shown}   {line['ratio'].low:.3f} to {line['ratio'].high:.3f}")
+        print(f"\nbatch {batch}, {dtype}\n\n{markdown(list(lines[0]), [list(line.values()) for line in lines])}")
 
 
 def plot_costs(path: str, figure_path: str) -> None:
@@ -101,23 +94,13 @@ def plot_costs(path: str, figure_path: str) -> None:
 
 def main() -> None:
     models = MODELS | qwen3.PRESETS
-    parser = commands.Parser(
-        __doc__,
-        small={
-            "model": "nano_deep",
-            "draft_vocab": 40,
-            "batches": [1],
-            "lengths": [1],
-            "dtypes": ["float32"],
-            "rounds": 1,
-        },
+    parser = commands.Parser(__doc__)
+    parser.sizes(batches=([1, 4, 8, 16], [1]), lengths=([1, 2, 3, 5, 7], [1], "k; 0 is always measured"), rounds=(9, 1))
+    parser.add_argument("--model", choices=models, default="medium", help="sizes; at least 7 layers", small="nano_deep")
+    parser.add_argument("--draft-vocab", type=int, default=4000, small=40)
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"], small=["float32"]
     )
-    parser.add_argument("--model", choices=models, default="medium", help="sizes; at least 7 layers")
-    parser.add_argument("--draft-vocab", type=int, default=4000)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], help="k; 0 is always measured")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", default="experiments/engine/costs.csv")
     parser.add_argument("--figure", default="experiments/engine/c_k_B.png")
     a = parser.parse_args()

@@ -102,11 +102,13 @@ def upper_bound(count: int) -> float:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"tokens": 100, "kinds": ["ngram"], "length": 1, "slots": 4})
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare for each drafter")
-    parser.add_argument("--kinds", nargs="+", default=["eagle3", "ngram"])
-    parser.add_argument("--length", type=int, default=3, help="k")
-    parser.add_argument("--slots", type=int, default=128)
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        tokens=(1_000_000, 100, "tokens to compare for each drafter"),
+        kinds=(["eagle3", "ngram"], ["ngram"]),
+        length=(3, 1, "k"),
+        slots=(128, 4),
+    )
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
     generators = {kind: load(kind, a.length, a.slots) for kind in ("none", *a.kinds)}

@@ -1,12 +1,11 @@
 """Measure whether decoding and a step cost what they hold: by limit, by live tokens, with long tails of lengths.
 
-    python -m experiments.engine.live limit contiguous short tail drafts pages step
+    python -m experiments.engine.live limit tail drafts pages step
 
 Each name is one measurement; README.md says what it measures and how long it takes. Policies have random weights given
 by a seed, and every rollout has a length given beforehand. What is compared takes turns in rounds, in a random order:
-engines of this tree in this process, commit 411c9fb (peer_earlier.py) and other libraries in processes of their own.
-A row of the CSV is the median of a figure over the rounds; it replaces the row of an earlier measurement on such a
-processor.
+our engines in this process, other libraries in processes of their own.
+A row of the CSV is the median of a figure over the rounds; it replaces the row of the same case and processor.
 `--small` does the same with little work, for tests; its figures mean nothing.
 """
 
@@ -26,25 +25,7 @@ import jax
 import numpy as np
 
 from experiments import commands
-from experiments.engine import bench
-from experiments.engine.live_work import (
-    EARLIER,
-    FULL,
-    GROUP,
-    ROOT,
-    SMALL,
-    Measured,
-    Ours,
-    Side,
-    Sizes,
-    Work,
-    brief,
-    earlier_engine,
-    equal,
-    long_tail,
-    other_library,
-    rounds_of,
-)
+from experiments.engine import bench, live_work
 from experiments.engine.peers import MODELS, save_random
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
@@ -63,7 +44,7 @@ from specrl_jax.sharding import LEARNER, partitioner
 
 FIELDS = ("figure", "case", "unit", "low", "median", "high", "rounds", "processor", "versions", "date")
 DEMO_POLICY, DEMO_HEAD, DEMO_PROMPT = "experiments/demo/policy", "experiments/demo/head", 16  # tokens of a prompt
-AGAINST = (EARLIER, "transformers", "continuous", "tunix")
+AGAINST = ("transformers", "continuous", "tunix")
 
 
 class Figures:
@@ -84,7 +65,9 @@ class Figures:
         self.rows.append({"case": case, "unit": unit, "rounds": len(values)} | row | self._common)
         print(f"{self._common['figure']} {case}: {quartiles} {unit}", flush=True)
 
-    def compare(self, case: str, found: dict[str, list[Measured]], value: str, unit: str, scale: float = 1.0) -> None:
+    def compare(
+        self, case: str, found: dict[str, list[live_work.Measured]], value: str, unit: str, scale: float = 1.0
+    ) -> None:
         """Add `value` of every side, and the ratios of the first side to the others."""
         values = {who: np.array([getattr(x, value) for x in measured]) for who, measured in found.items()}
         for who, x in values.items():
@@ -103,75 +86,56 @@ def processor() -> str:
     return f"{os.cpu_count()} x {names[0] if names else 'unknown'}"
 
 
-def limit(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+def limit(a: argparse.Namespace, sizes: live_work.Sizes, figures: Figures) -> None:
     """Time an iteration of 8 sequences of 24 to 56 live tokens, 40 on average, by the longest sequence."""
     for name, folder, model in policies(a, sizes):
-        works = {str(n): equal(8, 24, 32, n, model.vocab) for n in sorted(sizes.limits, reverse=True)}
-        ours = Ours(folder)
-        figures.compare(name, rounds_of(dict.fromkeys(works, ours), works, a.rounds), "iteration", "ms", 1e3)
+        works = {str(n): live_work.equal(8, 24, 32, n, model.vocab) for n in sorted(sizes.limits, reverse=True)}
+        ours = live_work.Ours(folder)
+        figures.compare(name, live_work.rounds_of(dict.fromkeys(works, ours), works, a.rounds), "iteration", "ms", 1e3)
 
 
-def contiguous(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
-    """Time an iteration of 8 sequences that are as long as the commit's cache, but for the last 32 tokens."""
-    for name, folder, model in policies(a, sizes):
-        work = equal(8, sizes.full - 32, 32, sizes.full, model.vocab)
-        with earlier_engine(folder) as earlier:
-            sides: dict[str, Side] = {"ours": Ours(folder), EARLIER: earlier}
-            figures.compare(name, rounds_of(sides, dict.fromkeys(sides, work), a.rounds), "iteration", "ms", 1e3)
-
-
-def short(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
-    """Time rollouts of 128 tokens by the number of sequences, as in peers.csv."""
-    for name, folder, model in policies(a, sizes):
-        with earlier_engine(folder) as earlier:
-            sides: dict[str, Side] = {"ours": Ours(folder), EARLIER: earlier}
-            for batch in a.batches:
-                work = equal(batch, 32, 128, 160, model.vocab) if not a.small else equal(2, 8, 8, 16, model.vocab)
-                found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds)
-                figures.compare(f"{name} {batch}", found, "speed", "tokens/s")
-
-
-def tail(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+def tail(a: argparse.Namespace, sizes: live_work.Sizes, figures: Figures) -> None:
     """Time rollouts with a long tail of lengths against the sides of --against."""
-    work = long_tail(a.prompts, sizes)
+    work = live_work.long_tail(a.prompts, sizes)
     with policy(sizes) as folder, contextlib.ExitStack() as stack:
-        sides: dict[str, Side] = {"ours": Ours(folder)}
+        sides: dict[str, live_work.Side] = {"ours": live_work.Ours(folder)}
         for who in a.against:
-            started = earlier_engine(folder) if who == EARLIER else other_library(command_of(who, a), folder)
-            sides[who] = stack.enter_context(started)
+            sides[who] = stack.enter_context(live_work.other_library(command_of(who, a), folder))
         # google-tunix compiles for each shape.
-        first = {who: work if who == "tunix" else brief(work) for who in sides}
-        found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, first)
+        first = {who: work if who == "tunix" else live_work.brief(work) for who in sides}
+        found = live_work.rounds_of(sides, dict.fromkeys(sides, work), a.rounds, first)
         figures.compare(f"{a.prompts} prompts", found, "speed", "tokens/s")
 
 
-def drafts(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+def drafts(a: argparse.Namespace, sizes: live_work.Sizes, figures: Figures) -> None:
     """Time rollouts of a trained policy with drafts of three tokens over none; lengths are those of `tail`."""
-    work = long_tail(a.prompts, sizes)
+    work = live_work.long_tail(a.prompts, sizes)
     limit = sizes.cut - DEMO_PROMPT  # the policy has positions for `cut` tokens
     source = TaskSource("walk", "validation", seed=0)
     prompts = [CharTokenizer().encode(source[i].prompt) for i in range(a.prompts)]
     responses = [min(n, limit) for n in work.responses]
-    work = Work(prompts, GROUP, responses, work.slots, DEMO_PROMPT, limit)
-    sides: dict[str, Side] = {"plain": Ours(DEMO_POLICY)}
+    work = live_work.Work(prompts, live_work.GROUP, responses, work.slots, DEMO_PROMPT, limit)
+    sides: dict[str, live_work.Side] = {"plain": live_work.Ours(DEMO_POLICY)}
     for kind in a.drafts:
         path = DEMO_HEAD if kind == "eagle3" else ""
-        sides[kind] = Ours(DEMO_POLICY, DraftOptions(kind, path=path), 3)
-    found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, dict.fromkeys(sides, brief(work)))
+        sides[kind] = live_work.Ours(DEMO_POLICY, DraftOptions(kind, path=path), 3)
+    found = live_work.rounds_of(
+        sides, dict.fromkeys(sides, work), a.rounds, dict.fromkeys(sides, live_work.brief(work))
+    )
     for kind in a.drafts:
         figures.add(f"{a.prompts} prompts {kind}", "tokens/verification", [x.acceptance for x in found[kind]])
         both = {kind: found[kind], "plain": found["plain"]}
         figures.compare(f"{a.prompts} prompts", both, "speed", "tokens/s")
 
 
-def pages(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+def pages(a: argparse.Namespace, sizes: live_work.Sizes, figures: Figures) -> None:
     """Compare the most pages in use with the tokens that live then, with drafts of a head. Nothing is timed."""
-    work = long_tail(a.prompts, sizes)
+    work = live_work.long_tail(a.prompts, sizes)
     with policy(sizes) as folder:
         head = DraftOptions("eagle3", random_head(folder, sizes))
         for page_tokens in (16, 64):
-            engine, weights = Ours(folder, head, 3, page_tokens=page_tokens).engine(work)
-            requests = Requests(work.prompts, GROUP, responses=work.responses)
+            engine, weights = live_work.Ours(folder, head, 3, page_tokens=page_tokens).engine(work)
+            requests = Requests(work.prompts, live_work.GROUP, responses=work.responses)
             scheduler = Scheduler(engine.config, engine.compiled.functions.pad_id, requests)
             batch = ActiveBatch(engine.compiled, weights, scheduler, seed=0)
             pool = sum(x.nbytes for x in jax.tree.leaves(batch.slots.cache))
@@ -181,7 +145,7 @@ def pages(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
             figures.add(f"{case}, peak", "MB", [held * pool / engine.config.shard_pages / page_tokens / 1e6])
 
 
-def page_use(batch: ActiveBatch, engine: Engine, work: Work) -> Iterator[tuple[int, int]]:
+def page_use(batch: ActiveBatch, engine: Engine, work: live_work.Work) -> Iterator[tuple[int, int]]:
     """Decode, and yield (tokens that the pages in use have room for, live tokens) before the end of each chunk.
 
     A row that ended in a chunk holds its pages until the chunk ends; its tokens do not live. A prompt's tokens count
@@ -196,12 +160,12 @@ def page_use(batch: ActiveBatch, engine: Engine, work: Work) -> Iterator[tuple[i
         needed = -(-np.minimum(statistics.length + k, limit) // T)
         taken = np.maximum(needed - held, 0)[requests != FREE].sum()
         alive = (requests != FREE) & ~statistics.done
-        prompts = requests[alive] // GROUP
+        prompts = requests[alive] // live_work.GROUP
         live = (statistics.length[alive] - lengths[prompts]).sum() + lengths[np.unique(prompts)].sum()
         yield (engine.config.shard_pages - int(free.sum()) + int(taken)) * T, int(live)
 
 
-def step(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+def step(a: argparse.Namespace, sizes: live_work.Sizes, figures: Figures) -> None:
     """Time whole steps at two limits in processes of their own, and measure the most memory of each process."""
     found: dict[int, list[tuple[float, float]]] = {n: [] for n in sizes.step_limits}
     for _, n in bench.in_turn(list(found), a.rounds):
@@ -223,7 +187,7 @@ def run_steps(config: str, most: int, steps: int = 4) -> tuple[float, float]:
         overrides = [f"--config.{name}={value}" for name, value in changes.items()]
         command = [sys.executable, "main.py", f"--config={config}", f"--workdir={workdir}", *overrides]
         with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=live_work.ROOT, stdout=log, stderr=subprocess.STDOUT)
             _, status, usage = os.wait4(process.pid, 0)
             log.seek(0)
             if status:
@@ -233,7 +197,7 @@ def run_steps(config: str, most: int, steps: int = 4) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def policy(sizes: Sizes) -> Iterator[str]:
+def policy(sizes: live_work.Sizes) -> Iterator[str]:
     """Write the policy of long tails, with positions for its longest sequence."""
     with tempfile.TemporaryDirectory() as folder:
         longest = sizes.longest + sizes.cut
@@ -241,16 +205,16 @@ def policy(sizes: Sizes) -> Iterator[str]:
         yield folder
 
 
-def policies(a: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, str, Qwen3Config]]:
+def policies(a: argparse.Namespace, sizes: live_work.Sizes) -> Iterator[tuple[str, str, Qwen3Config]]:
     """Write a policy of each size, and yield its name, folder and sizes."""
     for name in sizes.models if a.small else a.models or sizes.models:
-        model = dataclasses.replace(sizes.models[name], max_positions=max(*sizes.limits, sizes.full))
+        model = dataclasses.replace(sizes.models[name], max_positions=max(sizes.limits))
         with tempfile.TemporaryDirectory() as folder:
             save_random(folder, model)
             yield name, folder, model
 
 
-def random_head(folder: str, sizes: Sizes) -> str:
+def random_head(folder: str, sizes: live_work.Sizes) -> str:
     """Write an EAGLE-3 head with random weights beside the policy in `folder`; return its folder."""
     draft = Eagle3Draft(eagle3.eagle3_config(sizes.policy, sizes.policy.vocab))
     params = init_random_params(jax.random.key(1), draft.specs, partitioner(bench.one_device(), LEARNER))
@@ -286,19 +250,24 @@ def keep(path: str, rows: list[bench.Row]) -> None:
             write(row)
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Sizes, Figures], None]] = {
-    measurement.__name__: measurement for measurement in (limit, contiguous, short, tail, drafts, pages, step)
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, live_work.Sizes, Figures], None]] = {
+    measurement.__name__: measurement for measurement in (limit, tail, drafts, pages, step)
 }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "prompts": 3, "batches": [2], "against": [EARLIER]})
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(5, 1))
     parser.add_argument("figures", nargs="+", choices=MEASUREMENTS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="of limit, contiguous and short; all")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences of short")
-    parser.add_argument("--prompts", type=int, default=16, help=f"of tail, drafts and pages; {GROUP} rollouts of each")
-    parser.add_argument("--against", nargs="+", default=[EARLIER], choices=AGAINST, help="sides of tail")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="of limit; all")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=16,
+        help=f"of tail, drafts and pages; {live_work.GROUP} rollouts of each",
+        small=3,
+    )
+    parser.add_argument("--against", nargs="+", default=[], choices=AGAINST, help="sides of tail")
     parser.add_argument("--transformers", default="", help="Python of its environment, for tail")
     parser.add_argument("--tunix", default="", help="Python of its environment, for tail")
     parser.add_argument(
@@ -307,8 +276,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="experiments/engine/live.csv")
     a = parser.parse_args(arguments)
     for who in a.against:
-        needed = {"transformers": a.transformers, "continuous": a.transformers, "tunix": a.tunix}.get(who, who)
-        if not needed:
+        if not (a.tunix if who == "tunix" else a.transformers):
             parser.error(f"--against {who}: the Python of its environment is needed")
     return a
 
@@ -317,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     a = parse(arguments)
     for name in a.figures:
         figures = Figures(name, versions(a))
-        MEASUREMENTS[name](a, SMALL if a.small else FULL, figures)
+        MEASUREMENTS[name](a, live_work.SMALL if a.small else live_work.FULL, figures)
         keep(a.output, figures.rows)
 
 

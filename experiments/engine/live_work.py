@@ -2,9 +2,6 @@
 
 import contextlib
 import pathlib
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -12,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.engine import bench
-from experiments.engine.peers import HERE, MODELS, ask, load_engine, start_peer
+from experiments.engine.peers import MODELS, ask, load_engine, start_peer
 from experiments.grpo_step.rows import tails
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.decoding.engine import Engine
@@ -24,7 +21,6 @@ from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
 from specrl_jax.training.plan import find_limits
 
 ROOT = pathlib.Path(__file__).parents[2]
-EARLIER = "411c9fb"
 GROUP = 8  # rollouts of a prompt
 
 
@@ -33,7 +29,6 @@ class Sizes(NamedTuple):
 
     models: dict[str, Qwen3Config]
     limits: tuple[int, ...]  # tokens of the longest sequence
-    full: int  # tokens of the rows of `contiguous`
     policy: Qwen3Config  # of long tails
     longest: int  # tokens of a prompt there
     cut: int  # most response tokens there
@@ -41,9 +36,9 @@ class Sizes(NamedTuple):
     step_limits: tuple[int, int]
 
 
-FULL = Sizes(MODELS, (128, 512, 2048, 8192), 2000, PRESETS["small"], 512, 4096, "configs/rlzero_tiny.py", (64, 4000))
+FULL = Sizes(MODELS, (128, 512, 2048, 8192), PRESETS["small"], 512, 4096, "configs/rlzero_tiny.py", (64, 4000))
 NANO = {"nano": PRESETS["nano"]}
-SMALL = Sizes(NANO, (64, 128), 64, PRESETS["nano_deep"], 16, 24, "configs/rlzero_tiny.py:smoke", (12, 40))
+SMALL = Sizes(NANO, (64, 128), PRESETS["nano_deep"], 16, 24, "configs/rlzero_tiny.py:smoke", (12, 40))
 
 
 class Work(NamedTuple):
@@ -95,7 +90,7 @@ def long_tail(prompts: int, sizes: Sizes, seed: int = 0) -> Work:
 
 
 def brief(work: Work) -> Work:
-    """Return a little of it that thins like it, for which both engines compile what they need for all of it."""
+    """Return a small workload whose batch shrinks alike, for which an engine compiles all programs of the whole one."""
     if work.samples == 1:  # of equal lengths
         return work._replace(responses=[min(n, 16) for n in work.responses])
     prompts = work.prompts[:3]
@@ -149,18 +144,6 @@ class Ours:
 
 
 @contextlib.contextmanager
-def earlier_engine(folder: str) -> Iterator[Side]:
-    """Start a process with the engine of commit 411c9fb; its sides round like this tree's."""
-    with tempfile.TemporaryDirectory() as tree:
-        packages = ["git", "archive", EARLIER, "specrl_jax", "kernels_pallas"]
-        archive = subprocess.run(packages, cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
-        command = [sys.executable, str(HERE / "peer_earlier.py")]
-        with start_peer(command, folder, PYTHONPATH=tree) as process:
-            yield lambda work, seed: Measured(**ask(process, work._asdict() | {"seed": seed}))
-
-
-@contextlib.contextmanager
 def other_library(command: list[str], folder: str) -> Iterator[Side]:
     """Start a process of another library, which decodes every rollout on its own (peer_server.py)."""
     with start_peer(command, folder) as process:
@@ -175,7 +158,7 @@ def other_library(command: list[str], folder: str) -> Iterator[Side]:
 def rounds_of(
     sides: dict[str, Side], works: dict[str, Work], rounds: int, first: dict[str, Work] | None = None
 ) -> dict[str, list[Measured]]:
-    """Return what each side took in each round, after each has done its work, or what `first` has for it, uncounted."""
+    """Return each side's measurements by round. Before them each side runs once, uncounted: its work, or `first`'s."""
     found: dict[str, list[Measured]] = {who: [] for who in sides}
     for who, side in sides.items():
         side((first or works)[who], 0)

@@ -14,6 +14,7 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.learner.batch import rollout_rows
@@ -66,24 +67,17 @@ def measure(parts: Parts) -> bench.Row:
     )
 
 
-def report(rows: list[bench.Row]) -> None:
-    print("weights   decoding  learner   k   " + "".join(f"{name:>10}" for name in (*QUANTILES, "kl")))
-    for row in rows:
-        shown = "".join(f"{row[name]:10.1e}" for name in (*QUANTILES, "kl"))
-        print(f"{row['weights']:<9} {row['decoding']:<9} {row['learner']:<9} {row['k']}   {shown}")
-
-
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"prompts": 2, "lengths": [0]})
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 3], help="k")
+    parser = commands.Parser(__doc__)
+    parser.sizes(prompts=(256, 2), lengths=([0, 3], [0], "k"))
     parser.add_argument("--output", default="experiments/engine/logprobs.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
         for dtypes in CELLS:
             for k in a.lengths:
                 write(dtypes._asdict() | {"k": k} | measure(make_case(dtypes, k, a.prompts)))
-    report(bench.read_rows(a.output))
+    rows = bench.read_rows(a.output)
+    print(markdown(FIELDS, [[f"{x:.1e}" if isinstance(x, float) else x for x in row.values()] for row in rows]))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ Install (Python 3.11, the CPU build of torch): pip install torch==2.13.0 transfo
 """
 
 import argparse
-import ctypes
 import sys
 
 from experiments import commands
 from experiments.engine import peer_server
+from experiments.other_libraries import keep_freed_memory
 
 with commands.needed("torch==2.13.0 transformers==5.23.0 safetensors"):
     import torch
@@ -25,14 +25,6 @@ with commands.needed("torch==2.13.0 transformers==5.23.0 safetensors"):
 
 THREADS = 2
 PAGE = 256  # tokens, transformers' own choice
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Stop glibc from unmapping every freed tensor, whose next use would fault its pages in again."""
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def load(folder: str) -> transformers.PreTrainedModel:

@@ -24,34 +24,13 @@ from pathlib import Path
 
 from experiments import commands
 from experiments.engine import peer_server
+from experiments.other_libraries import IdTokenizer
 
 with commands.needed("google-tunix==0.1.7"):
     import jax.numpy as jnp
     from tunix.generate import sampler as vanilla
     from tunix.models.qwen3 import model as qwen3
     from tunix.models.qwen3 import params as qwen3_params
-
-
-class IdTokenizer:
-    """Tokenizer whose text is the ids themselves: "17 4 9" is [17, 4, 9]. It has no beginning-of-sequence token."""
-
-    def __init__(self, pad: int):
-        self.pad = pad
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(str(i) for i in ids)
-
-    def bos_id(self) -> None:
-        return None
-
-    def eos_id(self) -> int:
-        return -1
-
-    def pad_id(self) -> int:
-        return self.pad
 
 
 def load(folder: str) -> qwen3.Qwen3:

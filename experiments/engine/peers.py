@@ -42,7 +42,6 @@ from specrl_jax.models.qwen3 import Qwen3Config, param_specs
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
-HERE = pathlib.Path(__file__).parent
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
 MODELS = {
     "small": Qwen3Config(
@@ -70,11 +69,7 @@ class Workload(NamedTuple):
 
 
 def load_engine(
-    folder: str,
-    limits: EngineConfig,
-    draft: DraftOptions = NO_DRAFT,
-    length: int = 0,
-    eos: int | None = None,
+    folder: str, limits: EngineConfig, draft: DraftOptions = NO_DRAFT, length: int = 0, eos: int | None = None
 ) -> tuple[Engine, Weights]:
     """Return this project's engine in float32 for the policy in `folder`, and its weights.
 
@@ -167,10 +162,10 @@ def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def start_peer(command: list[str], folder: str, **variables: str) -> Iterator[subprocess.Popen]:
-    """Start a peer, with environment variables of its own, and stop it at the end of the context."""
+def start_peer(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
+    """Start a peer, and stop it at the end of the context."""
     # Without it torch's two threads spin for each other: beside a busy process a small model took 100 times as long.
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | variables
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment, cwd=commands.REPOSITORY
@@ -232,18 +227,19 @@ def works_of(arguments: argparse.Namespace, scratch: str) -> Iterator[dict[int, 
 
 
 def parse() -> argparse.Namespace:
-    small = {"models": ["small"], "policy": None, "draft": "", "batches": [1], "rounds": 1, "new_tokens": 4}
-    parser = commands.Parser(__doc__, small=small)
+    parser = commands.Parser(__doc__, small={"models": ["small"], "policy": None})
+    parser.sizes(
+        draft=("", "", "folder, an EAGLE-3 head of the policy; '': plain decoding only"),
+        batches=([1, 8, 32], [1]),
+        rounds=(5, 1),
+    )
     parser.add_argument("--transformers", help="Python of its environment; without, that library is left out")
     parser.add_argument("--tunix", help="Python of its environment; without, that library is left out")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     which.add_argument("--policy", nargs=3, metavar=("FOLDER", "PROMPTS", "EOS"))
-    parser.add_argument("--draft", default="", help="folder, an EAGLE-3 head of the policy; '': plain decoding only")
     parser.add_argument("--length", type=int, default=3, help="draft length k, tokens")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, small=4)
     parser.add_argument("--output", required=True, help="CSV file")
     arguments = parser.parse_args()
     if arguments.draft and not arguments.policy:

@@ -15,6 +15,7 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
@@ -67,11 +68,7 @@ def measure(parts: Parts, seed: int) -> bench.Row:
     compared = [parts.learner.unreplayed_step(params, rows) for rows in parts.learner.microbatches(batch.rows)]
     own_logprobs, differing = (np.concatenate(x) for x in zip(*compared))
     replayed = score(parts.learner, params, batch.rows)
-    found = {
-        "seed": seed,
-        "tokens": int(mask.sum()),
-        "differing_experts": float(differing[mask].mean()),
-    }
+    found = {"seed": seed, "tokens": int(mask.sum()), "differing_experts": float(differing[mask].mean())}
     for names, logprobs in ((OWN, own_logprobs), (REPLAYED, replayed)):
         d = (logprobs - batch.behaviour)[mask].astype(float)
         values = np.sqrt((d**2).mean()), abs(d).mean(), abs(d).max(), (np.expm1(d) - d).mean()
@@ -79,20 +76,19 @@ def measure(parts: Parts, seed: int) -> bench.Row:
     return found
 
 
-def report(rows: list[bench.Row]) -> None:
-    print("rollout   learner   quantize  experts  " + "".join(f"{name:>14}" for name in (*OWN, *REPLAYED)))
+def table(rows: list[bench.Row]) -> str:
+    """Return the Markdown table: means over seeds."""
+    shown, lines = ("differing_experts", *OWN, *REPLAYED), []
     for numerics in bench.distinct(rows, *Numerics._fields):
         chosen = bench.matching(rows, **dict(zip(Numerics._fields, numerics)))
-        values = [np.mean([row[name] for row in chosen]) for name in ("differing_experts", *OWN, *REPLAYED)]
-        print("".join(f"{value:<10}" for value in numerics) + "".join(f"{value:14.2e}" for value in values))
+        lines.append([*numerics, *(f"{np.mean([row[name] for row in chosen]):.2e}" for name in shown)])
+    return markdown([*Numerics._fields, *shown], lines)
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"prompts": 2, "seeds": 1, "cells": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(prompts=(128, 2), seeds=(3, 1), cells=(len(CELLS), 1, "rows of the table, at most"))
     parser.add_argument("--policy", required=True, help="folder of a mixture")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cells", type=int, default=len(CELLS), help="rows of the table, at most")
     parser.add_argument("--output", default="experiments/engine/router_replay.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
@@ -100,7 +96,7 @@ def main() -> None:
             parts = make_case(numerics, a.policy, a.prompts)
             for seed in range(a.seeds):
                 write(numerics._asdict() | measure(parts, seed))
-    report(bench.read_rows(a.output))
+    print(table(bench.read_rows(a.output)))
 
 
 if __name__ == "__main__":

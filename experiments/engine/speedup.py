@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments import commands
+from experiments.claims import markdown
 from experiments.engine import bench
 from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.decoding.draft_lengths import FixedLength
@@ -31,10 +32,7 @@ def load(a: argparse.Namespace, kind: str, dtype: str, rule: str, slots: int) ->
     """Return a compiled generator on one device."""
     draft = DraftConfig(kind=kind, path="" if kind == "none" else a.head, length=max(a.lengths))
     rollout = RolloutConfig(
-        rule=rule,
-        max_prompt_tokens=bench.PROMPT_TOKENS,
-        max_response_tokens=bench.RESPONSE_TOKENS,
-        num_slots=slots,
+        rule=rule, max_prompt_tokens=bench.PROMPT_TOKENS, max_response_tokens=bench.RESPONSE_TOKENS, num_slots=slots
     )
     generator = load_generator(a.policy, draft, rollout, dtype=dtype, tokenizer=a.tokenizer, mesh=bench.one_device())
     generator.compile()
@@ -63,42 +61,32 @@ def ratios(rows: list[bench.Row]) -> dict[int, np.ndarray]:
     return {k: bench.by_round(rows, "tokens_per_second", k=k) / plain for k in sorted(lengths)}
 
 
-def report(rows: list[bench.Row]) -> None:
-    """Print the median ratio and its quartiles for every k; '*' marks the best median of a cell."""
+def table(rows: list[bench.Row]) -> str:
+    """Return the Markdown table of tokens per second over plain decoding: medians and quartiles over rounds."""
+    lines = []
     for cell in bench.distinct(rows, *CELL):
         kept = bench.matching(rows, **dict(zip(CELL, cell)))
-        found = {k: bench.quartiles(values) for k, values in ratios(kept).items()}
-        best = max(found, key=lambda k: found[k].median)
-        for k, quartiles in found.items():
+        for k, values in ratios(kept).items():
             length = np.mean([row["acceptance_length"] for row in bench.matching(kept, k=k)])
-            mark = "*" if k == best else " "
-            print(
-                f"{cell[0]} {cell[1]} {cell[2]:2d} sequences, k = {k}:{mark}{quartiles}x, {length:.2f} a verification"
-            )
+            lines.append([*cell, k, bench.quartiles(values), f"{length:.2f}"])
+    return markdown([*CELL, "k", "over plain", "tokens per verification"], lines)
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={
-            "policy": bench.TINY_POLICY,
-            "head": bench.TINY_HEAD,
-            "slots": [2],
-            "lengths": [1],
-            "dtypes": ["float32"],
-            "rules": ["rejection"],
-            "rounds": 1,
-        },
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        policy=(bench.TINY_POLICY, bench.TINY_POLICY, "folder"),
+        head=(bench.TINY_HEAD, bench.TINY_HEAD, "folder"),
+        slots=([1, 4, 8, 16, 32, 64], [2]),
+        rounds=(9, 1),
     )
-    parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
-    parser.add_argument("--head", default=bench.TINY_HEAD, help="folder")
     parser.add_argument("--kind", default="eagle3", choices=("eagle3", "mtp", "model"), help="of the head")
     parser.add_argument("--tokenizer", default="char", help="char, or a folder")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], choices=LENGTHS)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
-    parser.add_argument("--rules", nargs="+", default=["rejection", "block"], choices=RULES)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], choices=LENGTHS, small=[1])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), small=["float32"]
+    )
+    parser.add_argument("--rules", nargs="+", default=["rejection", "block"], choices=RULES, small=["rejection"])
     parser.add_argument("--output", default="experiments/engine/speedup.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
@@ -110,7 +98,7 @@ def main() -> None:
                     drafted = load(a, a.kind, dtype, rule, slots)
                     for row in measure(plain, drafted, a.lengths, slots, a.rounds):
                         write({"dtype": dtype, "rule": rule, "slots": slots} | row)
-    report(bench.read_rows(a.output))
+    print(table(bench.read_rows(a.output)))
 
 
 if __name__ == "__main__":

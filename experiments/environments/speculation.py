@@ -6,12 +6,12 @@ In each round every drafter holds the same conversations once, in turn, under th
 that round, so that all write the same tokens but where rounding decides. Writes speculation.csv.
 """
 
-import csv
 import pathlib
 import sys
 
 from configs import tools_tiny
 from experiments import commands
+from experiments.claims import write_rows
 from experiments.engine import bench
 from experiments.environments.throughput import Case, measure, open_case
 from experiments.verdicts import ratio_interval
@@ -31,16 +31,13 @@ def build(kind: str, k: int, policy: str, head: str) -> Case:
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__,
-        small={"policy": bench.TINY_POLICY, "head": bench.TINY_HEAD, "rollouts": 8, "rounds": 1, "longest": 3},
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        rollouts=(64, 8, "of a round, in groups of eight"), rounds=(5, 1), longest=(9, 3, "of the draft lengths")
     )
-    parser.add_argument("--policy", required=True, help="folder of the policy")
-    parser.add_argument("--head", required=True, help="folder of its EAGLE-3 head")
-    parser.add_argument("--rollouts", type=int, default=64, help="of a round, in groups of eight")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--longest", type=int, default=9, help="of the draft lengths")
-    parser.add_argument("--output", default=str(OUTPUT), help="CSV file")
+    parser.add_argument("--policy", required=True, help="folder of the policy", small=bench.TINY_POLICY)
+    parser.add_argument("--head", required=True, help="folder of its EAGLE-3 head", small=bench.TINY_HEAD)
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
     a = parser.parse_args()
     chosen = [(kind, k) for kind, lengths in LENGTHS.items() for k in lengths if k <= a.longest]
     cases = {(kind, k): build(kind, k, a.policy, a.head) for kind, k in chosen}
@@ -52,14 +49,10 @@ def main() -> None:
         print(rows[-1], flush=True)
     for case in cases.values():
         case.scorer.close()
-    with open(a.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(a.output, rows)
     speed = {(row["drafter"], row["k"], row["round"]): row["tokens"] / row["seconds"] for row in rows}
     for kind, k in cases:
-        ratios = [speed[kind, k, i] / speed[PLAIN, 0, i] for i in range(a.rounds)]
-        found = ratio_interval(ratios)
+        found = ratio_interval([speed[kind, k, i] / speed[PLAIN, 0, i] for i in range(a.rounds)])
         print(f"{kind}, k = {k}: {found} times plain decoding")
 
 

@@ -6,8 +6,8 @@ Five turns a rollout, about 24 tokens each, of a random policy; 16 slots, and ro
 takes no slot, so what is lost is parking it, and the end of a call, where nothing else is left to decode.
 """
 
-import csv
 import json
+import pathlib
 import sys
 import time
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from experiments import commands
+from experiments.claims import write_rows
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
 from specrl_jax.decoding.requests import CallOptions
@@ -88,11 +89,9 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"preset": "nano", "rollouts": 8, "rounds": 1})
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--rollouts", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = commands.Parser(__doc__)
+    parser.sizes(preset=("tiny", "nano"), rollouts=(128, 8), rounds=(3, 1))
+    parser.add_argument("--output", required=True, type=pathlib.Path)
     a = parser.parse_args()
     runs = {name: build(name, a.preset) for name in CLASSES}
     rows: list[dict[str, Any]] = []
@@ -102,10 +101,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     for case in runs.values():
         case.scorer.close()
-    with open(a.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(a.output, rows)
     spent = {name: sum(row["seconds"] for row in rows if row["environment"] == name and row["round"]) for name in runs}
     print(f"rollouts a second, 0.2 s over at once: {spent['at once'] / spent['0.2 s']:.3f}")
 

@@ -8,7 +8,6 @@ program again; every measured step is a row of results.csv, which is written aft
 an idle machine: torch's threads spin for each other, so another busy process makes TRL many times slower.
 """
 
-import csv
 import json
 import os
 import pathlib
@@ -17,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 
-import numpy as np
-
 from experiments import commands
+from experiments.claims import write_rows
+from experiments.engine.bench import quartiles
 
 HERE = pathlib.Path(__file__).parent
 
@@ -38,13 +37,11 @@ def run_once(command: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "steps": 1, "warmup": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(3, 1), steps=(8, 1, "measured, of a round"), warmup=(2, 1, "steps before them"))
     parser.add_argument("--trl", help="Python of TRL's environment; without, TRL is left out")
     parser.add_argument("--tunix", help="Python of tunix's environment; without, tunix is left out")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="measured, of a round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--output", default=str(HERE / "results.csv"))
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "results.csv")
     arguments = parser.parse_args()
     programs = {"ours": [sys.executable, "-m", "experiments.grpo_step.ours"]}
     for who, python in (("trl", arguments.trl), ("tunix", arguments.tunix)):
@@ -59,23 +56,11 @@ def main() -> None:
                 row = {"round": round_number, "system": name, "step": step, "seconds": seconds} | phases
                 rows.append(row | {"peak_memory": result["peak_memory"]})
             print(f"round {round_number} {name}: {statistics.median(result['seconds_per_step']):.3f} s", flush=True)
-        write(arguments.output, rows)
+        write_rows(arguments.output, rows)
     for name in programs:
         seconds = [row["seconds"] for row in rows if row["system"] == name]
-        low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
         peak = max(row["peak_memory"] for row in rows if row["system"] == name)
-        print(
-            f"{name:6} median {middle:.3f} s per step, quartiles {low:.3f} to {high:.3f}, {len(seconds)} steps, "
-            f"{peak:.2f} GiB at most"
-        )
-
-
-def write(path: str, rows: list[dict]) -> None:
-    fields = ["round", "system", "step", "seconds", "data", "prepare", "generate", "logprob", "train", "peak_memory"]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        print(f"{name:6} {quartiles(seconds)} s per step, {len(seconds)} steps, {peak:.2f} GiB at most")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def theirs(batch: dict[str, np.ndarray], command: list[str]) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={})
+    parser = commands.Parser(__doc__)
     parser.add_argument("--trl", required=True)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()

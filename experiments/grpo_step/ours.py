@@ -9,17 +9,16 @@ with all five phases. One update per step is strictly on policy, so grpo.old_log
 as in both peers.
 """
 
-import json
 import statistics
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from experiments import commands
+from experiments.other_libraries import time_steps
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
@@ -33,12 +32,13 @@ from specrl_jax.training.async_pipeline import make_pipeline
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.engines import RolloutEngines, make_rollout
+from specrl_jax.training.generation import RolloutGenerator
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import step_metrics
 from specrl_jax.training.performance import make_performance
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.speculation import Speculation
-from specrl_jax.training.step import train_step
+from specrl_jax.training.step import StepParts, train_step
 
 MODEL = Qwen3Config(
     vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768, tied=True, max_positions=4096
@@ -86,60 +86,29 @@ def random_prompts(seed: int, count: int) -> list[Problem]:
     return [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
 
 
-def measure(steps: int, warmup: int) -> dict:
+def measure(warmup: int, steps: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Run warmup + steps GRPO steps; return the seconds of the last `steps` and of their phases."""
     learner, rollout = make_case()
     state, stop, performance = initial_state(learner), threading.Event(), make_performance(learner)
     speculation = Speculation(learner.plan, rollout.engine)
     stream = ProblemStream([random_prompts(0, PROMPTS * (warmup + steps))], PROMPTS, 0)
     rows = []
     with Display(warmup + steps, 0, stop) as display, tempfile.TemporaryDirectory() as folder:
-        pipeline = make_pipeline(
-            rollout,
-            stream,
-            MeanId(),
-            speculation=speculation,
-            first=1,
-            on_progress=display.update_phase,
-            devices=Devices(),
-            workdir=folder,
+        generation = RolloutGenerator(
+            rollout, stream, MeanId(), speculation=speculation, on_progress=display.update_phase
         )
+        pipeline = make_pipeline(learner.plan, generation, first=1, devices=Devices(), workdir=folder)
+        parts = StepParts(learner, rollout, pipeline, speculation=speculation, replay=None, stop=stop)
         for step in range(1, warmup + steps + 1):
             clock = PhaseClock(display)
-            state, result = train_step(
-                learner,
-                rollout,
-                state,
-                pipeline=pipeline,
-                speculation=speculation,
-                replay=None,
-                step=step,
-                clock=clock,
-                stop=stop,
-            )
+            state, result = train_step(parts, state, step=step, clock=clock)
             row = step_metrics(result, learner, performance)
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)
     timed = rows[warmup:]
     phases = ("data", "prepare", "generate", "logprob", "train")
-    return {
-        "peer": "specrl_jax",
-        "versions": versions() | {"devices": jax.devices()[0].platform},
-        "seconds_per_step": [row["time/total"] for row in timed],
-        "phases": {phase: [row[f"time/{phase}"] for row in timed] for phase in phases},
-    }
-
-
-def main() -> None:
-    parser = commands.Parser(__doc__, small={"steps": 1, "warmup": 1})
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", required=True)
-    arguments = parser.parse_args()
-    result = measure(arguments.steps, arguments.warmup)
-    with open(arguments.output, "w") as file:
-        json.dump(result, file, indent=2)
-    print(f"specrl_jax: median {statistics.median(result['seconds_per_step']):.3f} s per step")
+    return [row["time/total"] for row in timed], {phase: [row[f"time/{phase}"] for row in timed] for phase in phases}
 
 
 if __name__ == "__main__":
-    sys.exit(commands.run(main))
+    sys.exit(commands.run(lambda: time_steps("specrl_jax", __doc__, measure, versions())))

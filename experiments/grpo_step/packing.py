@@ -75,9 +75,8 @@ def measure(rounds: int, prompts: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "prompts": 2})
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--prompts", type=int, default=16, help="with eight rollouts each")
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(9, 1), prompts=(16, 2, "with eight rollouts each"))
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     rows = measure(arguments.rounds, arguments.prompts)

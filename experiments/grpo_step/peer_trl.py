@@ -25,19 +25,16 @@ Run: OMP_WAIT_POLICY=passive python -m experiments.grpo_step.peer_trl --output t
      instead of 2.2 s)
 """
 
-import argparse
 import contextlib
-import ctypes
 import itertools
-import json
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
 
 from experiments import commands
+from experiments.other_libraries import keep_freed_memory, time_steps
 
 with commands.needed("torch==2.13.0 transformers==5.23.0 trl==1.16.0"):
     import datasets
@@ -49,14 +46,6 @@ with commands.needed("torch==2.13.0 transformers==5.23.0 trl==1.16.0"):
 PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 4, 32, 64, 4096
 THREADS = 2
 PHASES = ("generate", "logprob", "train")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
-
-
-def keep_freed_memory():
-    """Stop glibc from unmapping every freed tensor, which costs torch 0.25 s of page faults in a 1.5 s step."""
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Clock(transformers.TrainerCallback):
@@ -195,20 +184,9 @@ def measure(warmup, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=2, help="steps run before measuring")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    args = parser.parse_args()
-
     keep_freed_memory()
     torch.set_num_threads(THREADS)
-    seconds, phases = measure(args.warmup, args.steps)
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
-    result = {"peer": "trl", "versions": versions, "seconds_per_step": seconds, "phases": phases}
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    medians = {name: round(statistics.median(values), 3) for name, values in phases.items()}
-    print(f"trl: median {statistics.median(seconds):.3f} s per step, phases {medians}")
+    time_steps("trl", __doc__, measure, {module.__name__: module.__version__ for module in (torch, transformers, trl)})
 
 
 if __name__ == "__main__":

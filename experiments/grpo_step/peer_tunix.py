@@ -22,14 +22,12 @@ Install (Python 3.12): pip install google-tunix==0.1.7 jax==0.12.0.1 jaxlib==0.1
 Run: python -m experiments.grpo_step.peer_tunix --output tunix.json
 """
 
-import argparse
 import importlib.metadata
-import json
 import statistics
 import time
-from pathlib import Path
 
 from experiments import commands
+from experiments.other_libraries import IdTokenizer, time_steps
 
 with commands.needed("google-tunix==0.1.7"):
     import jax
@@ -43,25 +41,6 @@ with commands.needed("google-tunix==0.1.7"):
     from tunix.rl.rollout import base_rollout
 
 PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 4, 32, 64, 4096
-
-
-class IdTokenizer:
-    """Tokenizer whose text is the ids themselves: "17 4 9" is [17, 4, 9]. It has no beginning-of-sequence token."""
-
-    def encode(self, text):
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids):
-        return " ".join(str(i) for i in ids)
-
-    def bos_id(self):
-        return None
-
-    def eos_id(self):
-        return -1
-
-    def pad_id(self):
-        return VOCABULARY
 
 
 def make_model():
@@ -91,7 +70,7 @@ def make_model():
 
 
 def mean_token_id(prompts, completions, **kwargs):
-    ids = [IdTokenizer().encode(text) for text in completions]
+    ids = [IdTokenizer(VOCABULARY).encode(text) for text in completions]
     assert [len(row) for row in ids] == [NEW_TOKENS] * (PROMPTS * ANSWERS)
     return [statistics.fmean(row) for row in ids]
 
@@ -101,7 +80,7 @@ def make_cluster(steps):
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
     return rl_cluster.RLCluster(
         actor=make_model(),
-        tokenizer=IdTokenizer(),
+        tokenizer=IdTokenizer(VOCABULARY),
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh=dict.fromkeys(roles, mesh),
             training_config=rl_cluster.RLTrainingConfig(
@@ -161,19 +140,8 @@ def measure(warmup, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=2, help="steps run before measuring")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    args = parser.parse_args()
-
-    seconds, phases = measure(args.warmup, args.steps)
     packages = ("google-tunix", "jax", "jaxlib", "flax", "optax")
-    versions = {package: importlib.metadata.version(package) for package in packages}
-    result = {"peer": "tunix", "versions": versions, "seconds_per_step": seconds, "phases": phases}
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    medians = {name: round(statistics.median(values), 3) for name, values in phases.items()}
-    print(f"tunix: median {statistics.median(seconds):.3f} s per step, phases {medians}")
+    time_steps("tunix", __doc__, measure, {package: importlib.metadata.version(package) for package in packages})
 
 
 if __name__ == "__main__":

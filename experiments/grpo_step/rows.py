@@ -68,8 +68,9 @@ def make_case(changes: dict[str, Any], length: np.ndarray, prompt: np.ndarray, l
 
 
 def without_loss(batch: LearnerBatch, length: np.ndarray, size: int) -> LearnerBatch:
-    """Return rows as long as those of `batch` that are full of the same rollouts, cut where a microbatch of `size` rows
-    ends; some rollouts twice where they fill less than one.
+    """Return rows of the batch's length without padding: the same rollouts end to end, cut where a microbatch ends.
+
+    Rollouts that fill less than one microbatch of `size` rows are repeated.
     """
     T = batch.rows.tokens.shape[1]
     rows = max(length.sum() // T // size, 1) * size
@@ -132,14 +133,14 @@ def measure(cases: dict[str, Case], name: str, rounds: int, write: Any) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(
-        __doc__, small={"rounds": 1, "cases": ["tails"], "prompts": 1, "preset": "nano", "longest": 1024}
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        rounds=(5, 1),
+        cases=(["limit", "tails"], ["tails"]),
+        prompts=(16, 1, "of the case tails"),
+        preset=("small", "nano", "policy of the case tails"),
+        longest=(4096, 1024, "tokens, prompt included, of the case tails"),
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", default=["limit", "tails"])
-    parser.add_argument("--prompts", type=int, default=16, help="of the case tails")
-    parser.add_argument("--preset", default="small", help="policy of the case tails")
-    parser.add_argument("--longest", type=int, default=4096, help="tokens, prompt included, of the case tails")
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
     plain = {"draft.kind": "none", "draft.path": "", "policy.path": "", "policy.preset": a.preset}

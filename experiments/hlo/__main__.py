@@ -24,7 +24,7 @@ def report(argv: list[str]) -> None:
     from experiments.hlo.programs import count_all
     from experiments.hlo.report import iteration_rows, program_rows
     from specrl_jax.config.validate import validate
-    from specrl_jax.dry_run.pages import count_pages
+    from specrl_jax.dry_run.fit import count_pages
     from specrl_jax.dry_run.run import plan_for
     from specrl_jax.tasks.dry_run import prepare_jax
 

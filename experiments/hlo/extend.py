@@ -1,4 +1,4 @@
-"""Extrapolate the counts of programs of few layers to the whole model, as specrl_jax/dry_run/extend.py does bytes.
+"""Extrapolate the counts of programs of few layers to the whole model, as specrl_jax/dry_run/measure.py does bytes.
 
 Measured for GB200 and Qwen3-8B, from 8 and 10 layers to 36: FLOPs and bytes of every collective are exact.
 """

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments.hlo.traffic import Pool, Traffic, traffic
+from experiments.hlo.traffic import Pool, traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,6 @@ def iteration_bytes(hlo: str, pages: int) -> IterationBytes:
     Args:
       pages: C, of a shard.
     """
-    turns = [max((loop.turn for loop in traffic(hlo, Pool(pages, live)).loops), key=_bytes) for live in (0, pages)]
-    return IterationBytes(turns[0].bytes, turns[1].bytes, pages, kernels=turns[0].kernels, blocks=bool(turns[0].loops))
-
-
-def _bytes(found: Traffic) -> int:
-    return found.bytes
+    loops = [traffic(hlo, Pool(pages, live)).loops for live in (0, pages)]
+    none, every = (max((loop.turn for loop in found), key=lambda turn: turn.bytes) for found in loops)
+    return IterationBytes(none.bytes, every.bytes, pages, kernels=none.kernels, blocks=bool(none.loops))

@@ -8,7 +8,7 @@ from experiments.hlo.count import Count, count
 from experiments.hlo.extend import extend_count, extend_iteration
 from experiments.hlo.iteration import IterationBytes, iteration_bytes
 from experiments.hlo.text import read_text
-from specrl_jax.dry_run.measure import captured_stderr, try_compile
+from specrl_jax.dry_run.measure import quiet_stderr, try_compile
 from specrl_jax.dry_run.phases import Phase, find_phases
 from specrl_jax.dry_run.run import shallow_plans
 from specrl_jax.training.plan import Plan
@@ -49,7 +49,7 @@ def decode_pages(plan: Plan, name: str) -> int:
 
 def count_program(phase: Phase, pages: int) -> ProgramCounts:
     """Compile a program and count it, and with `pages` an iteration of its decode loop."""
-    with captured_stderr():
+    with quiet_stderr():
         compiled, refused = try_compile(phase.lower())
     text, unknown = read_text(compiled) if compiled else ("", f"refused: {refused}")
     if not text:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from experiments.hlo.count import Count
 from experiments.hlo.programs import ProgramCounts
-from specrl_jax.dry_run.fit import shown
-from specrl_jax.dry_run.pages import PageCounts
+from specrl_jax.dry_run.fit import PageCounts, shown
 
 
 def program_rows(found: ProgramCounts) -> list[str]:

@@ -7,7 +7,6 @@ Needs this repository, jax and flax; takes under eight minutes on an H200.
 1. Compare every rule with the reference in float64.
 2. Time verification by kernels and by XLA over rotating buffers, against copy bandwidth and the rate of integer noise.
 3. Time token log-probs and the attention of a layer, forward and backward, against the rate of bfloat16 matmuls.
-4. Time fused iterations of a random Qwen3-8B with its EAGLE-3 head, against the time to read its weights.
 
 All limits are measured in the same call. Without such a device, `--small` runs everything at small shapes with the
 kernels in the TPU interpreter; this only shows that the script runs, and its numbers mean nothing.
@@ -28,13 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import commands
-from experiments.engine import bench, cost_parts
+from experiments.engine import bench
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference, tpu
 from kernels_pallas.verify.op import Draft, Kernels, Noise, VerifyInputs, kernels_of, verify
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.errors import fail
-from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_splash, by_xla, find_attention
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.vocab_tiles import Tiling
@@ -61,27 +59,11 @@ class Shapes(NamedTuple):
     tokens: int
     embed: int
     rows: tuple[int, int, int, int]  # attention: tokens per row, query heads, key/value heads, head size
-    preset: str
-    batches: tuple[int, ...]
-    iterations: int
     rounds: int
 
 
-FULL = Shapes(
-    151_936,
-    32_000,
-    ((64, 3), (256, 3), (64, 7)),
-    2**28,
-    8192,
-    8192,
-    4096,
-    (4096, 32, 8, 128),
-    "qwen3_8b",
-    (1, 8, 32),
-    50,
-    20,
-)
-SMALL = Shapes(1_500, 400, ((4, 3),), 2**16, 128, 64, 32, (256, 4, 2, 128), "nano_deep", (1,), 3, 2)
+FULL = Shapes(151_936, 32_000, ((64, 3), (256, 3), (64, 7)), 2**28, 8192, 8192, 4096, (4096, 32, 8, 128), 20)
+SMALL = Shapes(1_500, 400, ((4, 3),), 2**16, 128, 64, 32, (256, 4, 2, 128), 2)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -258,32 +240,8 @@ def time_attention(shapes: Shapes, kernel: RowAttention, limits: dict[str, float
         }
 
 
-def time_iterations(shapes: Shapes, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Time fused iterations of the engine, plain and with three drafted tokens."""
-    model = qwen3.preset(shapes.preset)
-    for B in shapes.batches:
-        case = cost_parts.build(model, min(shapes.draft_vocab, model.vocab), B, "bfloat16", (0, 3), "bfloat16")
-        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(case.weights.policy))
-        # One row of the embedding is read per sequence; an untied LM head is a table of its own.
-        read -= 0 if model.tied else case.weights.policy["embed"].nbytes
-        runs = {k: cost_parts.iteration(case, k, shapes.iterations) for k in (0, 3)}
-        found: dict[int, list[float]] = {k: [] for k in runs}
-        for _ in range(1 + max(1, shapes.rounds // 4)):
-            for k, run in runs.items():
-                found[k].append(run())
-        plain, speculative = (float(np.median(found[k][1:])) for k in (0, 3))
-        yield {
-            "B": B,
-            "plain_seconds": plain,
-            "k3_seconds": speculative,
-            "c3": speculative / plain,
-            "share_of_limit": read / limits["copy_bytes_per_second"] / plain,
-        }
-        del case, runs
-
-
 def main() -> int:
-    parser = commands.Parser(__doc__, small={})  # small shapes, interpreted kernels: no device needed
+    parser = commands.Parser(__doc__)
     parser.add_argument("--output", required=True, help="a JSON file")
     a = parser.parse_args()
     device = jax.devices()[0]
@@ -322,7 +280,6 @@ def main() -> int:
     )
     attention = functools.partial(by_splash, interpret=True) if a.small else attention
     keep("attention", list(time_attention(shapes, attention, limits)))
-    keep("iterations", list(time_iterations(shapes, limits)))
     return 0
 
 

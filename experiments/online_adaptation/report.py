@@ -7,22 +7,16 @@ Writes results.csv (one row per step and run) and acceptance.png beside this fil
 from results.csv.
 """
 
-import os
 import pathlib
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import COLOURS, STYLES, save
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 from experiments.sweep_report import run_report
-from experiments.sweeps import make_name
 from experiments.verdicts import Claim, judge_ratio, judge_share
-from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent
 LENGTH = "spec/acceptance_length"
@@ -42,14 +36,10 @@ ON = 0.5  # drafted tokens per verification; the probes of a controller that doe
 CLOSED_AT = 30  # RL step at which the gap of the generic head is measured
 
 
-def collect(workdir: str) -> list[dict[str, Any]]:
-    """Return the metrics rows of every run with its draft and seed."""
-    rows = []
-    for run in get_sweep():
-        (name,) = [name for name, overrides in DRAFTS.items() if overrides.items() <= run.items()]
-        found = read_metrics(os.path.join(workdir, make_name(run)))
-        rows += [{"draft": name, "seed": run["seed"]} | row for row in found]
-    return rows
+def name_run(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's draft and seed."""
+    (name,) = [name for name, overrides in DRAFTS.items() if overrides.items() <= run.items()]
+    return {"draft": name, "seed": run["seed"]}
 
 
 def lengths(rows: list[dict[str, Any]], draft: str, seed: int) -> np.ndarray:
@@ -165,4 +155,4 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_report(__doc__, HERE, get_sweep(), FIELDS, collect, (plot, print_tables))
+    run_report(__doc__, HERE, get_sweep(), FIELDS, (plot, print_tables), name_run)

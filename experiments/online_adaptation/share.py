@@ -105,9 +105,10 @@ def measure(parts: Parts) -> bench.Row:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"configs": ["rlzero_tiny"], "steps": [1]})
-    parser.add_argument("--configs", nargs="+", default=["rlzero_8b", "rlzero_tiny"])
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 3, 7], help="draft steps unrolled")
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        configs=(["rlzero_8b", "rlzero_tiny"], ["rlzero_tiny"]), steps=([1, 3, 7], [1], "draft steps unrolled")
+    )
     parser.add_argument("--output", default="experiments/online_adaptation/share.csv")
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:

@@ -6,6 +6,8 @@ README.md has the commands that make the heads first.
 
 from typing import Any
 
+from experiments.claims import seeded
+
 IN_DOMAIN, GENERIC = "runs/heads/in_domain", "runs/heads/generic"
 # Eight updates of 16 rows per step: per second of training, a few large ones learn half as fast.
 LEARNS = {
@@ -29,8 +31,4 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 def get_sweep() -> list[dict[str, Any]]:
-    return [
-        overrides | {"draft.compare_rounds": 0, "eval.every": 0, "seed": seed, "rollout.seed": seed}
-        for seed in range(3)
-        for overrides in DRAFTS.values()
-    ]
+    return seeded(overrides | {"draft.compare_rounds": 0, "eval.every": 0} for overrides in DRAFTS.values())

@@ -33,12 +33,7 @@ def table(rows: list[Row]) -> str:
         numbers = (f"{kl.mean():.1e}", f"{kl.max():.1e}", f"{weight.mean():.4f}")
         lines.append([name, f"{interval(accuracy[:, -1])}", *shown, *numbers])
     header = ["rollouts' weights", "accuracy at the end", "minus float32 (95 %, paired by seed)"]
-    header += [
-        "score, minus float32",
-        "KL to the learner, nats a token: mean",
-        "largest step",
-        "importance weight",
-    ]
+    header += ["score, minus float32", "KL to the learner, nats a token: mean", "largest step", "importance weight"]
     return f"{SCORE}\n\n{markdown(header, lines)}"
 
 

@@ -7,19 +7,15 @@ Writes results.csv (one row per step and run) and learning.png beside this file;
 from results.csv.
 """
 
-import functools
 import pathlib
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import COLOURS
 from experiments.rlzero_tiny.sweep import get_sweep
-from experiments.sweep_report import collect_rows, run_report
+from experiments.sweep_report import run_report
 from experiments.verdicts import welch
 from specrl_jax.core import PHASES
 
@@ -87,4 +83,4 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_report(__doc__, HERE, get_sweep(), FIELDS, functools.partial(collect_rows, get_sweep()), (plot, print_tables))
+    run_report(__doc__, HERE, get_sweep(), FIELDS, (plot, print_tables))

@@ -6,10 +6,10 @@ Both sides run in one process on the same prompts and weights in alternating rou
 drafts. A ratio is that of generated tokens per second; both sides run to their longest rollout.
 """
 
-import csv
 import dataclasses
 import json
 import os
+import pathlib
 import sys
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments import commands
+from experiments.claims import write_rows
+from experiments.engine.bench import quartiles
 from experiments.parts import Parts, make_parts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.state import RunState
@@ -61,12 +63,10 @@ def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.n
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"slots": [2], "lengths": [1], "rounds": 1})
+    parser = commands.Parser(__doc__)
+    parser.sizes(slots=([8], [2]), lengths=([1, 2, 3, 5], [1]), rounds=(9, 1))
     parser.add_argument("--workdir", required=True, nargs="+", help="workdirs of finished runs")
-    parser.add_argument("--slots", type=int, nargs="+", default=[8])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", required=True)
+    parser.add_argument("--output", required=True, type=pathlib.Path)
     a = parser.parse_args()
     for workdir in a.workdir:
         if not os.path.isdir(os.path.join(workdir, "checkpoints")):
@@ -79,12 +79,8 @@ def main() -> None:
                 ratios = measure(parts, weights, slots, k, a.rounds)
                 run = os.path.basename(os.path.normpath(workdir))
                 rows += [{"run": run, "slots": slots, "k": k, "round": i, "ratio": r} for i, r in enumerate(ratios)]
-                low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
-                print(f"{run}  {slots} sequences, k = {k}: {median:.3f}x ({low:.3f} to {high:.3f})", flush=True)
-    with open(a.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", "slots", "k", "round", "ratio"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+                print(f"{run}  {slots} sequences, k = {k}: {quartiles(ratios)} times plain decoding", flush=True)
+    write_rows(a.output, rows)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from experiments.claims import seeded
+
 
 def get_sweep() -> list[dict[str, Any]]:
-    return [
-        {"draft.kind": kind, "seed": seed, "rollout.seed": seed} for seed in range(3) for kind in ("eagle3", "none")
-    ]
+    return seeded({"draft.kind": kind} for kind in ("eagle3", "none"))

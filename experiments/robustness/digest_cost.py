@@ -50,9 +50,8 @@ def measure(state: dict[str, jax.Array], folder: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"gigabytes": 0.001, "rounds": 1})
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = commands.Parser(__doc__)
+    parser.sizes(gigabytes=(2.0, 0.001), rounds=(7, 1))
     parser.add_argument("--folder", help="where to save; on the disk that is to be measured")
     parser.add_argument("--output", type=pathlib.Path)
     a = parser.parse_args()

@@ -19,7 +19,7 @@ from specrl_jax.training import generation, step
 
 
 class Moment(NamedTuple):
-    """A part of a step: the function that it begins with, and how to read the step from the arguments."""
+    """A part of a step: the function that it begins with, and how to read the step from a call's arguments."""
 
     owner: Any
     name: str
@@ -27,10 +27,10 @@ class Moment(NamedTuple):
 
 
 MOMENTS = {
-    "generation": Moment(generation, "sample_rounds", lambda *_, step, **__: step),
-    "learning": Moment(step, "update", lambda learner, state, *_, **__: int(state.policy.step) + 1),
-    "save": Moment(Checkpoints, "save", lambda checkpoints, step, *_, **__: step),
-    "between": Moment(Display, "finish_step", lambda display, step, *_, **__: step),
+    "generation": Moment(generation, "sample_rounds", lambda *_, step, **options: step),
+    "learning": Moment(step, "update", lambda learner, state, *_, **options: int(state.policy.step) + 1),
+    "save": Moment(Checkpoints, "save", lambda checkpoints, step, *_, **options: step),
+    "between": Moment(Display, "finish_step", lambda display, step, *_, **options: step),
 }
 
 
@@ -38,10 +38,10 @@ def kill_in(moment: Moment, at: int, delay: float) -> None:
     """Replace the moment's function by one that is killed in step `at`."""
     real = getattr(moment.owner, moment.name)
 
-    def killed(*arguments: Any, **named: Any) -> Any:
-        if moment.step_of(*arguments, **named) == at:
+    def killed(*arguments: Any, **options: Any) -> Any:
+        if moment.step_of(*arguments, **options) == at:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return real(*arguments, **named)
+        return real(*arguments, **options)
 
     setattr(moment.owner, moment.name, killed)
 

@@ -70,10 +70,12 @@ def results(mode: str, kind: str, kills: int, rng: random.Random, cache: str) ->
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"kills": 1, "modes": "sync", "kinds": "ngram"})
-    parser.add_argument("--kills", type=int, default=20, help="of each mode and kind")
-    parser.add_argument("--modes", default=",".join(MODES), help="pipeline modes, separated by commas")
-    parser.add_argument("--kinds", default="eagle3", help="kinds of draft, separated by commas")
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        kills=(20, 1, "of each mode and kind"),
+        modes=(",".join(MODES), "sync", "pipeline modes, separated by commas"),
+        kinds=("eagle3", "ngram", "kinds of draft, separated by commas"),
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()

@@ -47,22 +47,9 @@ TIMED = (
     "rollout/parked",  # by an answer of an environment that comes late
 )
 
-# Host state that is not compared: of options that are gone (draft.update_growth), times of rollouts ahead, and where
-# the files of a config lie.
-NOT_COMPARED = ("schedule", "seconds", "switch_seconds", "files")
-
-# Old name -> new name of metrics since commit 411c9fb. A name that ends in a slash is a prefix.
-RENAMED = {
-    "draft/entropy": "draft/target_entropy",
-    "draft/mismatch": "draft/kl",
-    "mismatch/": "rollout_vs_learner/",
-    "policy/skipped": "policy/nonfinite_updates",
-    "reward/correct": "reward/accuracy",
-    "spec/length_chosen": "spec/draft_length_mean",
-}
-
-# Fields of rollouts, recorded and in checkpoints, since commit 9765c25: not compared with a version that lacks them.
-ADDED = ("draft_positions", "draft_kind", "token_texts")
+# Host state that is not compared: times of rollouts ahead, where the files of a config lie, and what an alarm's state
+# said of constants, until they left it.
+NOT_COMPARED = ("seconds", "files", "error", "patience", "collapses")
 
 OVERRIDES = {
     "steps": STEPS,
@@ -113,7 +100,7 @@ def checksum(response, answer):
 class Run(NamedTuple):
     """What a finished run left behind, without what depends on the clock."""
 
-    rows: list[dict[str, Any]]  # of metrics.jsonl, under today's names
+    rows: list[dict[str, Any]]  # of metrics.jsonl
     rollouts: list[Any]  # one a recorded rollout, in order
     arrays: dict[str, np.ndarray]  # of every checkpoint, by step and path
     host: dict[str, object]  # JSON beside each checkpoint's arrays, by step
@@ -181,25 +168,18 @@ def load(workdir: pathlib.Path) -> Run:
         for item in ("state", "arrays"):
             if (folder / item).exists():
                 arrays |= {f"{folder.name}/{item}/{name}": value for name, value in read_arrays(folder / item)}
-        host |= {f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=kept)}
+        host |= {f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=compared)}
     return Run(rows, rollouts, arrays, host)
 
 
 def untimed(row: Mapping[str, object]) -> dict[str, object]:
-    """Return the metrics that do not depend on the clock, under today's names."""
-    return {renamed(name): value for name, value in row.items() if not name.startswith(TIMED)}
+    """Return the metrics that do not depend on the clock."""
+    return {name: value for name, value in row.items() if not name.startswith(TIMED)}
 
 
-def kept(values: dict[str, object]) -> dict[str, object]:
+def compared(values: dict[str, object]) -> dict[str, object]:
     """Return a JSON object without the keys that are not compared."""
-    return {name: value for name, value in values.items() if name not in (*NOT_COMPARED, *ADDED)}
-
-
-def renamed(name: str) -> str:
-    for old, new in RENAMED.items():
-        if name == old or (old.endswith("/") and name.startswith(old)):
-            return new + name[len(old) :]
-    return name
+    return {name: value for name, value in values.items() if name not in NOT_COMPARED}
 
 
 def read_arrays(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -240,8 +220,6 @@ def differences(old: Run, new: Run) -> list[str]:
     for i, (before, after) in enumerate(zip(old.rollouts, new.rollouts)):
         found += compare(f"rollout {i}: ", before, after)
     for name in sorted(old.arrays.keys() | new.arrays.keys()):
-        if name not in old.arrays and name.rpartition(".")[2] in ADDED:
-            continue
         if name not in old.arrays or name not in new.arrays:
             found.append(f"{name}: only in the {'new' if name in new.arrays else 'old'} tree")
         elif not same_bits(old.arrays[name], new.arrays[name]):
@@ -253,8 +231,6 @@ def compare(where: str, old: Mapping[str, object], new: Mapping[str, object]) ->
     """Return one line per key whose values differ, or that only one of the two has."""
     found = []
     for key in sorted(old.keys() | new.keys()):
-        if key not in old and key in ADDED:
-            continue
         if key not in old or key not in new:
             found.append(f"{where}{key}: only in the {'new' if key in new else 'old'} tree")
         # As text, so that a NaN equals itself.
@@ -297,10 +273,12 @@ def report(kind: str, mode: str, old: Run, new: Run, found: list[str]) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"kinds": "ngram", "modes": "sync"})
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        kinds=(",".join(KINDS), "ngram", "kinds of draft, separated by commas"),
+        modes=(",".join((*MODES, *FURTHER)), "sync", "modes, separated by commas"),
+    )
     parser.add_argument("--against", required=True, type=pathlib.Path, help="checkout of the other version")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of draft, separated by commas")
-    parser.add_argument("--modes", default=",".join((*MODES, *FURTHER)), help="modes, separated by commas")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for the other version's runs, read again if there")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of both runs")
     a = parser.parse_args()

@@ -264,10 +264,12 @@ def throughput(chosen: Chosen, count: int, workers: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = commands.Parser(__doc__, small={"only": ["forges"], "programs": 4})
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        only=([""], ["forges"], "names of programs, or their beginnings, as forges"),
+        programs=(200, 4, "of the throughput measurement; 0 leaves it out"),
+    )
     parser.add_argument("--mechanisms", nargs="+", default=["bubblewrap", "landlock"])
-    parser.add_argument("--only", nargs="+", default=[""], help="names of programs, or their beginnings, as forges")
-    parser.add_argument("--programs", type=int, default=200, help="of the throughput measurement; 0 leaves it out")
     parser.add_argument("--workers", type=int, default=2, help="reward processes of it")
     parser.add_argument("--output", help="JSON file for what each program did")
     a = parser.parse_args()

@@ -14,14 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib
-
-from experiments import commands
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import commands
 from experiments.claims import COLOURS, STYLES, markdown, save, show_table, write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
@@ -149,17 +145,6 @@ def table(rows: Sequence[Position]) -> str:
     return markdown([*columns, "accepted of those reached, 1 to 7", "TV of the first"], lines)
 
 
-def describe(rows: Sequence[Position]) -> str:
-    """Return a line on one run: tokens per verification, then the chance of each position."""
-    first = rows[0]
-    shown = " ".join(f"{row.accepted / max(row.reached, 1):.3f}" for row in rows)
-    return (
-        f"{first.workload} {first.seed} {first.head}, {first.drafts}, k = {first.k}: "
-        f"{first.tokens_per_verification:.2f} tokens per verification; accepted of those reached {shown}; "
-        f"TV of the first {first.total_variation:.3f}"
-    )
-
-
 def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
     """Draw the chance of each position: a panel per workload, a line per head and kind of draft."""
     workloads = [name for name in WORKLOADS if any(row.workload == name for row in rows)]
@@ -180,11 +165,13 @@ def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"seeds": [0], "workloads": ["rooms"], "heads": 1, "prompts": 1})
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--heads", type=int, default=len(HEADS), help="of a base, at most")
-    parser.add_argument("--prompts", type=int, default=32, help="of a measurement")
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        seeds=(SEEDS, [0], "of the bases"),
+        heads=(len(HEADS), 1, "of a base, at most"),
+        prompts=(32, 1, "of a measurement"),
+    )
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), small=["rooms"])
     parser.add_argument("--output", "--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()
@@ -194,7 +181,7 @@ def main() -> None:
         rows += measure(*run, a.prompts)
         jax.clear_caches()
         write_rows(file, [row._asdict() for row in rows])
-        print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
+        print(*run, f"{rows[-1].tokens_per_verification:.2f} tokens per verification, k = {rows[-1].k}", flush=True)
     plot(rows, a.output / "acceptance.png")
     show_table(a.output, HERE, table(rows))
 

@@ -6,14 +6,10 @@
 Writes results.csv (one row per step and run), drift.png and the table of README.md; without --workdir the last two.
 """
 
-import functools
 import itertools
 import pathlib
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -21,7 +17,7 @@ from experiments.claims import COLOURS, STYLES, markdown, put_table, save
 from experiments.online_adaptation.report import PAPER
 from experiments.rooms.bases import HEADS, folder
 from experiments.rooms.sweep import get_sweep
-from experiments.sweep_report import collect_rows, run_report
+from experiments.sweep_report import run_report
 from experiments.verdicts import Claim, interval, judge_share, ratio_interval
 
 HERE = pathlib.Path(__file__).parent
@@ -98,4 +94,4 @@ def write_table(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_report(__doc__, HERE, get_sweep(), FIELDS, functools.partial(collect_rows, get_sweep()), (plot, write_table))
+    run_report(__doc__, HERE, get_sweep(), FIELDS, (plot, write_table))

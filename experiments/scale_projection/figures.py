@@ -15,8 +15,6 @@ PANELS = {
     "rollout c": "c over whole rollouts, 3.5 M",
     "rollout c, 20 M": "c over whole rollouts, 20.6 M",
 }
-
-
 PHASES = ("data", "prepare", "generate", "logprob", "train", "total")
 VIEWS = {"free verification": "o", "this project's loop": "s", "vLLM by public sweeps": "v"}
 

@@ -158,8 +158,8 @@ def timed(s: Scenario, count: int) -> Row:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 2})
-    parser.add_argument("--draws", type=int, default=60, help="draws behind every interval that Table 1 allows")
+    parser = commands.Parser(__doc__)
+    parser.sizes(draws=(60, 2, "draws behind every interval that Table 1 allows"))
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows, figures and page")
     a = parser.parse_args()
     hosts = public.calibrate()

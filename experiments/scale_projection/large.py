@@ -6,20 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.scale_projection.paper import (
-    CENTRE,
-    DRAFT_VOCAB,
-    EAGLE,
-    PRIORS,
-    TABLE_4,
-    Calibrated,
-    Row,
-    calibrate,
-    learner_work,
-    machine,
-    possible,
-    row,
-)
+from experiments.scale_projection import paper
 from experiments.simulator.communication import Parallelism
 from experiments.simulator.counts import Precision
 from experiments.simulator.hardware import ENGINES, HARDWARE
@@ -69,17 +56,17 @@ class View(NamedTuple):
     """How drafts and verification are priced."""
 
     name: str
-    of: Callable[[Calibrated], Calibrated]
+    of: Callable[[paper.Calibrated], paper.Calibrated]
     free: bool = False  # verification
 
 
-def _nearly_free(c: Calibrated) -> Calibrated:
+def _nearly_free(c: paper.Calibrated) -> paper.Calibrated:
     """Return the scenario with the hardware table's 0.1 ms a draft, and every batch captured."""
     draft = HARDWARE["gb200"].attained.draft_seconds
     return c._replace(hardware=c.hardware.with_attained(draft_seconds=draft), captured_rows=np.inf)
 
 
-def fused(c: Calibrated) -> Calibrated:
+def fused(c: paper.Calibrated) -> paper.Calibrated:
     """Return the scenario with this project's loop: one fused program, one host synchronisation per chunk."""
     return c._replace(hardware=c.hardware.with_engine(ENGINES["fused"]), captured_rows=np.inf)
 
@@ -91,15 +78,15 @@ VIEWS = (
 )
 
 
-def large_scenario(c: Calibrated, workload: str, free: bool) -> Scenario:
+def large_scenario(c: paper.Calibrated, workload: str, free: bool) -> Scenario:
     """Return Qwen3-235B-A22B with 4,096 rollouts in FP8; lengths and learner as in the 8B runs."""
     model, tensor = PRESETS["qwen3_235b_a22b"], c.undisclosed.large_tensor
     split = Parallelism(tensor, REPLICA // tensor)
     return Scenario(
         model,
-        head_config(model, DRAFT_VOCAB),
+        head_config(model, paper.DRAFT_VOCAB),
         c.hardware,
-        workload=learner_work(LARGE_ROLLOUTS, c.lengths(workload), 512 // tensor),
+        workload=paper.learner_work(LARGE_ROLLOUTS, c.lengths(workload), 512 // tensor),
         rollout_split=split,
         learner_split=split,
         precision=FLOAT8,
@@ -113,40 +100,42 @@ def colocated_plan(p: Points) -> Points:
     return p._replace(lag=np.zeros_like(p.lag))
 
 
-def large_rows(s: Scenario) -> list[Row]:
+def large_rows(s: Scenario) -> list[paper.Row]:
     """Compute rollout and end-to-end speedups; with a lag, each side with its best split, and two other readings."""
     out = []
     for case in CASES:
         p = case.points
         found, colocated = compare(s, p), compare(s, colocated_plan(p))
         share = {"share": round(float(colocated.plain.phases.share()[0]), 3)}
-        out.append(row(case.name, "rollout", case.rollout, colocated.rollout[0]) | share)
-        out.append(row(case.name, "end to end", case.end_to_end, found.end_to_end[0]) | share)
+        out.append(paper.row(case.name, "rollout", case.rollout, colocated.rollout[0]) | share)
+        out.append(paper.row(case.name, "end to end", case.end_to_end, found.end_to_end[0]) | share)
         if case.lag:
             half = compare(s, p._replace(rollout_devices=p.devices // 2), optimize_split=False)
             others = {"colocated, no lag": colocated.end_to_end[0], "half of the GPUs each": half.end_to_end[0]}
             out += [
-                row(case.name, f"end to end, {name}", case.end_to_end, x, "another reading") | share
+                paper.row(case.name, f"end to end, {name}", case.end_to_end, x, "another reading") | share
                 for name, x in others.items()
             ]
     return out
 
 
-def view_rows(c: Calibrated, view: View, workload: str) -> list[Row]:
+def view_rows(c: paper.Calibrated, view: View, workload: str) -> list[paper.Row]:
     return large_rows(large_scenario(view.of(c), workload, view.free))
 
 
 # ---- sensitivity
 
 
-def sensitivity() -> list[Row]:
+def sensitivity() -> list[paper.Row]:
     """Change one assumption at a time: speedups of 8B generation, and the 235B rows with free verification."""
-    rows = [changed_row("as assumed", calibrate())]
-    for name, values in PRIORS.items():
+    rows = [changed_row("as assumed", paper.calibrate())]
+    for name, values in paper.PRIORS.items():
         for value in values:
-            if value != getattr(CENTRE, name):
+            if value != getattr(paper.CENTRE, name):
                 changed: Any = {name: value}
-                rows.append(changed_row(f"{name} {value:g}", calibrate(undisclosed=CENTRE._replace(**changed))))
+                rows.append(
+                    changed_row(f"{name} {value:g}", paper.calibrate(undisclosed=paper.CENTRE._replace(**changed)))
+                )
     attained = {
         "overlap 1": {"overlap": 1.0},
         "host_seconds 2 ms": {"host_seconds": 2e-3},
@@ -154,9 +143,11 @@ def sensitivity() -> list[Row]:
         "mixture 0.35": {"mixture": 0.35},
         "mixture 1": {"mixture": 1.0},
     }
-    rows += [changed_row(name, calibrate(machine().with_attained(**values))) for name, values in attained.items()]
-    rows.append(changed_row("8B: every batch is captured", calibrate(captured_rows=np.inf)))
-    c = calibrate()
+    rows += [
+        changed_row(name, paper.calibrate(paper.machine().with_attained(**values))) for name, values in attained.items()
+    ]
+    rows.append(changed_row("8B: every batch is captured", paper.calibrate(captured_rows=np.inf)))
+    c = paper.calibrate()
     w = large_scenario(c, "zero", free=True).workload
     x = w.lengths
     assert isinstance(x, LogNormalLengths)
@@ -168,10 +159,10 @@ def sensitivity() -> list[Row]:
     return rows + [changed_row(name, c, workload) for name, workload in workloads.items()]
 
 
-def changed_row(name: str, c: Calibrated, workload: Workload | None = None) -> Row:
+def changed_row(name: str, c: paper.Calibrated, workload: Workload | None = None) -> paper.Row:
     """Return one changed case; the 235B workload defaults to RL-Zero's."""
-    view, out = VIEWS[0], Row({"changed": name})
-    cells = [(w, 3, EAGLE[w]) for w in EAGLE] + [(w, k, a) for w, k, a, _ in TABLE_4 if k == 7]
+    view, out = VIEWS[0], paper.Row({"changed": name})
+    cells = [(w, 3, paper.EAGLE[w]) for w in paper.EAGLE] + [(w, k, a) for w, k, a, _ in paper.TABLE_4 if k == 7]
     out |= {f"8B, {w}, k = {k}": round(c.speedup(w, k, a), 3) for w, k, a in cells}
     s = large_scenario(view.of(c), "zero", view.free)
     s = dataclasses.replace(s, workload=workload or s.workload)
@@ -179,4 +170,4 @@ def changed_row(name: str, c: Calibrated, workload: Workload | None = None) -> R
         short = f"{case.devices}, k = {case.k}{case.note}"
         out[f"{short}: rollout"] = round(float(compare(s, colocated_plan(case.points)).rollout[0]), 3)
         out[f"{short}: end to end"] = round(float(compare(s, case.points).end_to_end[0]), 3)
-    return out | {"possible": possible(c)}
+    return out | {"possible": paper.possible(c)}

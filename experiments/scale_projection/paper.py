@@ -73,12 +73,7 @@ TABLE_1 = {
     "think, speculative": {"generate": 87.0, "logprob": 18.1, "train": 30.5, "total": 137.4},
 }
 # (workload, k, acceptance length, speedup of generation)
-TABLE_4 = [
-    ("zero", 5, 4.35, 1.44),
-    ("zero", 7, 5.06, 1.21),
-    ("think", 5, 3.23, 0.84),
-    ("think", 7, 3.48, 0.71),
-]
+TABLE_4 = [("zero", 5, 4.35, 1.44), ("zero", 7, 5.06, 1.21), ("think", 5, 3.23, 0.84), ("think", 7, 3.48, 0.71)]
 NGRAM = [("zero", 3, 2.47, 100.0 / 140.2), ("think", 3, 2.05, 133.6 / 262.9)]  # Table 2
 HEADS = [  # Tables 3 and 5
     ("zero", "generic, offline", 2.88, 1.51),

@@ -10,21 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.scale_projection import paper
 from experiments.scale_projection.calibrate import fit
-from experiments.scale_projection.paper import (
-    ASYNC_DEVICES,
-    DEVICES,
-    EAGLE,
-    HEADS,
-    NGRAM,
-    TABLE_1,
-    TABLE_4,
-    WORKLOADS,
-    Calibrated,
-    Row,
-    async_rows,
-    generation_speedup,
-)
 from experiments.simulator.step import amdahl
 
 NGRAM_TABLE, DRAFT_LENGTHS = "Table 2", "Table 4"
@@ -32,14 +19,18 @@ NGRAM_TABLE, DRAFT_LENGTHS = "Table 2", "Table 4"
 
 def null(name: str) -> float:
     """Return the null prediction of a row of `predicted_rows`, by its name."""
-    acceptance = {f"{w}, generation": EAGLE[w] for w in WORKLOADS}
-    acceptance |= {f"{w}, n-gram": a for w, _, a, _ in NGRAM} | {f"{w}, k = {k}": a for w, k, a, _ in TABLE_4}
-    acceptance |= {f"{w}, {head}": a for w, head, a, _ in HEADS}
+    acceptance = {f"{w}, generation": paper.EAGLE[w] for w in paper.WORKLOADS}
+    acceptance |= {f"{w}, n-gram": a for w, _, a, _ in paper.NGRAM} | {
+        f"{w}, k = {k}": a for w, k, a, _ in paper.TABLE_4
+    }
+    acceptance |= {f"{w}, {head}": a for w, head, a, _ in paper.HEADS}
     if name in acceptance:
         return acceptance[name]
-    step = {w: amdahl(TABLE_1[w]["generate"] / TABLE_1[w]["total"], EAGLE[w]) for w in WORKLOADS}
-    plain = TABLE_1["think"]["total"] * DEVICES / ASYNC_DEVICES
-    others = {f"{w}, step": float(step[w]) for w in WORKLOADS}
+    step = {
+        w: amdahl(paper.TABLE_1[w]["generate"] / paper.TABLE_1[w]["total"], paper.EAGLE[w]) for w in paper.WORKLOADS
+    }
+    plain = paper.TABLE_1["think"]["total"] * paper.DEVICES / paper.ASYNC_DEVICES
+    others = {f"{w}, step": float(step[w]) for w in paper.WORKLOADS}
     others |= {
         "plain, step s": plain,
         "speculative, step s": plain / float(step["think"]),
@@ -48,7 +39,7 @@ def null(name: str) -> float:
     return others[name]
 
 
-def with_nulls(rows: Sequence[Row]) -> list[Row]:
+def with_nulls(rows: Sequence[paper.Row]) -> list[paper.Row]:
     """Add whether the measured value lies inside the interval, and the null with its error."""
     out = []
     for r in rows:
@@ -58,19 +49,19 @@ def with_nulls(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
-def group(r: Row) -> str:
+def group(r: paper.Row) -> str:
     """Return the kind of a row of `predicted_rows`."""
     if r["table"] == "async":
         return "asynchronous"
     return {NGRAM_TABLE: "n-gram", DRAFT_LENGTHS: "k = 5 and 7"}.get(r["table"], "k = 3")
 
 
-def median_error(rows: Sequence[Row], column: str = "predicted") -> float:
+def median_error(rows: Sequence[paper.Row], column: str = "predicted") -> float:
     """Return the median of |ln(predicted / measured)|."""
     return float(np.median([abs(np.log(r[column] / r["measured"])) for r in rows]))
 
 
-def summary(rows: Sequence[Row]) -> list[Row]:
+def summary(rows: Sequence[paper.Row]) -> list[paper.Row]:
     """Return, for all rows and for each group, the median absolute logarithmic error of model and null."""
     groups = {"all": list(rows)} | {g: [r for r in rows if group(r) == g] for g in dict.fromkeys(map(group, rows))}
     return [
@@ -95,18 +86,21 @@ class Generation(NamedTuple):
 
 
 GENERATION = [
-    *(Generation("Tables 1, 2", f"{w}, generation", w, 3, EAGLE[w], generation_speedup(w)) for w in WORKLOADS),
-    *(Generation(NGRAM_TABLE, f"{w}, n-gram", w, k, a, s) for w, k, a, s in NGRAM),
-    *(Generation(DRAFT_LENGTHS, f"{w}, k = {k}", w, k, a, s) for w, k, a, s in TABLE_4),
-    *(Generation("Tables 3, 5", f"{w}, {name}", w, 3, a, s) for w, name, a, s in HEADS),
+    *(
+        Generation("Tables 1, 2", f"{w}, generation", w, 3, paper.EAGLE[w], paper.generation_speedup(w))
+        for w in paper.WORKLOADS
+    ),
+    *(Generation(NGRAM_TABLE, f"{w}, n-gram", w, k, a, s) for w, k, a, s in paper.NGRAM),
+    *(Generation(DRAFT_LENGTHS, f"{w}, k = {k}", w, k, a, s) for w, k, a, s in paper.TABLE_4),
+    *(Generation("Tables 3, 5", f"{w}, {name}", w, 3, a, s) for w, name, a, s in paper.HEADS),
 ]
 
 
-def generated(c: Calibrated, values: Mapping[str, float], rows: Sequence[Generation]) -> np.ndarray:
+def generated(c: paper.Calibrated, values: Mapping[str, float], rows: Sequence[Generation]) -> np.ndarray:
     """Return the rows' speedups with the given constants; `ngram_seconds` is host time for each running text."""
     text = values.get("ngram_seconds", 0.0)
     with_head = c.hardware.with_attained(**{n: x for n, x in values.items() if n != "ngram_seconds"})
-    plain = {w: c.generate(w, 0, 1.0) for w in WORKLOADS}
+    plain = {w: c.generate(w, 0, 1.0) for w in paper.WORKLOADS}
     head = c._replace(hardware=with_head)
     lookup = c._replace(hardware=with_head.with_attained(sequence_seconds=text))
     return np.array(
@@ -122,7 +116,7 @@ def generated(c: Calibrated, values: Mapping[str, float], rows: Sequence[Generat
     )
 
 
-def fitted_to(c: Calibrated, tables: Sequence[str]) -> dict[str, float]:
+def fitted_to(c: paper.Calibrated, tables: Sequence[str]) -> dict[str, float]:
     """Fit the constants that the given tables identify: host seconds per draft, per uncaptured layer, per n-gram text.
 
     The others keep their public values.
@@ -137,7 +131,7 @@ def fitted_to(c: Calibrated, tables: Sequence[str]) -> dict[str, float]:
     return fit(lambda v: generated(c, v, rows), np.array([r.measured for r in rows]), start).values
 
 
-def leave_one_table_out(c: Calibrated) -> list[Row]:
+def leave_one_table_out(c: paper.Calibrated) -> list[paper.Row]:
     """Predict each table with public constants, constants fitted to all tables, and constants fitted to all others."""
     tables = list(dict.fromkeys(r.table for r in GENERATION))
     whole, out = fitted_to(c, tables), []
@@ -160,11 +154,11 @@ ASYNC_VARIANTS = {
 }
 
 
-def asynchronous_variants(kept: Sequence[Calibrated]) -> list[Row]:
+def asynchronous_variants(kept: Sequence[paper.Calibrated]) -> list[paper.Row]:
     """Return medians over worlds of the asynchronous rows under four readings, none with a constant of its own."""
     out = []
     for name, reading in ASYNC_VARIANTS.items():
-        for world in zip(*(async_rows(c, *reading) for c in kept)):
+        for world in zip(*(paper.async_rows(c, *reading) for c in kept)):
             predicted = float(np.median([r["predicted"] for r in world]))
             error = round(predicted / world[0]["measured"] - 1, 4)
             out.append({"reading": name} | world[0] | {"predicted": round(predicted, 4), "error": error})

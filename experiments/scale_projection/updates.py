@@ -22,15 +22,7 @@ from experiments.scale_projection import grid, large, paper, public
 from experiments.scale_projection.ours import Row
 from experiments.simulator.grid import write_rows
 from experiments.simulator.lengths import LogNormalLengths
-from experiments.simulator.modes import (
-    DISAGREEMENTS,
-    MODES,
-    Update,
-    break_even,
-    divided,
-    formula,
-    simulate_update,
-)
+from experiments.simulator.modes import DISAGREEMENTS, MODES, Update, break_even, divided, formula, simulate_update
 from experiments.simulator.scenario import Points, Scenario, best_split, points, predict
 from experiments.verdicts import Interval
 
@@ -67,7 +59,7 @@ def world_rows(s: Scenario, p: Points) -> list[Row]:
 
 
 def _way(s: Scenario, p: Points, name: str, update: Update, base: float) -> list[Row]:
-    """Return the rows of one way; where it gains nothing, over the same devices in turn and over the same division."""
+    """Return the rows of one way; the first says from which disagreement on it gains nothing, by turns and split."""
     rows = []
     for d in DISAGREEMENTS if update.exact else (0.0,):
         q = divided(s, p, update, disagreement=d)
@@ -151,11 +143,11 @@ def _chance(value: float | str) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 1, "cases": ["8B"]})
-    parser.add_argument("--draws", type=int, default=12, help="draws behind every interval that Table 1 allows")
+    parser = commands.Parser(__doc__)
+    parser.sizes(draws=(12, 1, "draws behind every interval that Table 1 allows"))
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and page")
     names = [case.name for case in grid.CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, default=names)
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, small=["8B"])
     a = parser.parse_args()
     hosts = public.calibrate()
     kept = paper.worlds(a.draws, {name: hosts.factors[name] for name in hosts.values}).kept

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from experiments import commands
+from experiments.claims import markdown
+from experiments.engine.bench import distinct, matching
 from experiments.scale_projection import apart, figures, large, ours, paper, public, score
 from experiments.scale_projection.calibrate import Calibration, errors
 from experiments.simulator.grid import write_rows
@@ -24,55 +26,35 @@ Row = dict[str, Any]
 # Set -> (largest median error, largest worst error) of its held-out rows.
 TARGETS = {"iteration c": (0.10, 0.25), "rollout c": (0.10, 0.25)}
 LARGE_COLUMNS = ("view", "lengths", "table", "row", "use", "measured", "predicted", "low", "high", "error", "share")
-STEP_TARGET, PAPER_TARGET, LARGE_TARGET = 0.10, 0.10, 0.15
+STEP_TARGET, PAPER_TARGET = 0.10, 0.10
 
 
 def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
-    print("OUR OWN RUNS")
-    for fit in fits:
-        print("\n".join(fit.lines()))
-    for name in dict.fromkeys(row["set"] for row in rows):
-        for use in ("fitted", "held out"):
-            kept = [r for r in rows if (r["set"], r["use"]) == (name, use)]
-            if not kept:
-                continue
-            found = errors(*(np.array([r[name] for r in kept]) for name in ("predicted", "measured")))
-            line = f"  {name:<18} {use:<9} {found}"
-            if use == "held out" and name in TARGETS:
-                median, worst = TARGETS[name]
-                reached = found.median <= median and found.worst <= worst
-                line += f"; wanted {median:.0%}, {worst:.0%}: {_verdict(reached)}"
-            print(line)
+    """Print the constants, the errors of every set, and the held-out phases that are further off than STEP_TARGET."""
+    print("\n".join(["", "OUR OWN RUNS", *(line for fit in fits for line in fit.lines())]))
+    sets = []
+    for name, use in distinct(rows, "set", "use"):
+        kept = matching(rows, set=name, use=use)
+        found = errors(*(np.array([r[column] for r in kept]) for column in ("predicted", "measured")))
+        median, worst = TARGETS.get(name, (np.inf, np.inf)) if use == "held out" else (np.inf, np.inf)
+        reached = _verdict(found.median <= median and found.worst <= worst) if np.isfinite(median) else ""
+        sets.append({"set": name, "use": use} | found._asdict() | {"wanted": reached})
+    show("errors by set", sets)
     steps = [r for r in rows if r["set"].startswith(("step ", "split ")) and r["use"] == "held out"]
     phases = [r for r in steps if r["set"] != "step total"]
     off = [r for r in phases if abs(r["predicted"] / r["measured"] - 1) > STEP_TARGET]
-    within = len(phases) - len(off)
-    print(f"  {within} of {len(phases)} held-out phases, and asynchronous steps, within {STEP_TARGET:.0%}; not:")
-    for r in off:
-        print(f"    {r['set']}, {r['cell']}: {r['measured']:.4f} s, predicted {r['predicted']:.4f}")
+    show(f"{len(phases) - len(off)} of {len(phases)} held-out phases and asynchronous steps are near; not:", off)
 
 
 def _verdict(reached: bool) -> str:
     return "reached" if reached else "missed"
 
 
-def print_public(fit: Calibration, left: Sequence[public.Left]) -> None:
-    print("\nPUBLIC EAGLE-3 SWEEPS ON ONE H100")
-    print("\n".join(fit.lines()))
-    for x in left:
-        print(f"  {x.sweep:<20} {x.cells:3} numbers, median error {x.fitted:.1%}, left out of the fit {x.left_out:.1%}")
-
-
-def print_scores(rows: Sequence[Row], target: float) -> None:
-    for r in rows:
-        name = f"{r['table']}: {r['row']}"
-        line = f"  {name:<42} {r['measured']:8.2f} {r['predicted']:8.2f} ({r['low']:.2f} to {r['high']:.2f})"
-        line += f" {r['error']:+6.0%} {'inside ' if r['inside'] else 'outside'}"
-        line += f"  null {r['null']:.2f} {r['null_error']:+.0%}"
-        print(line + f"  {_verdict(abs(r['error']) <= target)}")
-    for r in score.summary(rows):
-        errors_of = f"median |ln| {r['model']:.3f}, null {r['null']:.3f}"
-        print(f"  {r['rows']:<14} {r['count']:2} rows, {r['inside']} inside; {errors_of}")
+def show(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
+    """Print a table of these columns, or of all."""
+    names = list(columns or dict.fromkeys(name for r in rows for name in r))
+    cells = [[f"{r[n]:.4g}" if isinstance(r[n], float) else r[n] for n in names] for r in rows]
+    print(f"\n{title}\n\n{markdown(names, cells)}")
 
 
 def middle(sampled: Sequence[Sequence[Row]], noise: float) -> list[Row]:
@@ -99,14 +81,6 @@ def large_views(kept: Sequence[paper.Calibrated]) -> list[Row]:
     ]
 
 
-def print_large(rows: list[Row]) -> None:
-    for view, lengths in dict.fromkeys((r["view"], r["lengths"]) for r in rows):
-        print(f"\n235B, {view}, lengths of {lengths}")
-        for r in (r for r in rows if (r["view"], r["lengths"]) == (view, lengths)):
-            line = f"  {r['table']}: {r['row']:<36} {r['predicted']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
-            print(f"{line}; its simulator {r['measured']:.2f}, {r['error']:+.0%}")
-
-
 def allowed(found: paper.Worlds) -> list[str]:
     """Return, for each undisclosed number, how many of the kept draws have each value."""
     lines = [f"  Table 1 allows {len(found.kept)} of {found.drawn} draws:"]
@@ -117,14 +91,15 @@ def allowed(found: paper.Worlds) -> list[str]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 2})
-    parser.add_argument("--draws", type=int, default=100, help="draws behind every interval that Table 1 allows")
+    parser = commands.Parser(__doc__)
+    parser.sizes(draws=(100, 2, "draws behind every interval that Table 1 allows"))
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and figures")
     a = parser.parse_args()
     draws, folder = a.draws, a.output
 
     hosts, left = public.calibrate(), public.leave_one_sweep_out()
-    print_public(hosts, left)
+    print("\n".join(hosts.lines()))
+    show("PUBLIC EAGLE-3 SWEEPS ON ONE H100, median errors", [x._asdict() for x in left])
 
     print("\nTHE PAPER'S TABLES (arXiv 2604.26779), fitted to Table 1's plain columns")
     c = paper.calibrate()
@@ -135,31 +110,23 @@ def main() -> None:
     # The noise of a measurement, and how far the model is off where its constants were fitted.
     noise = float(np.hypot(paper.NOISE, hosts.scatter))
     predicted = score.with_nulls(middle([paper.predicted_rows(x) for x in found.kept], noise))
-    print_scores(predicted, PAPER_TARGET)
-
-    print("\nONE TABLE LEFT OUT OF A FIT TO THE PAPER'S TABLES")
+    reached = [{"target": _verdict(abs(r["error"]) <= PAPER_TARGET)} for r in predicted]
+    show("THE PAPER'S ROWS", [r | target for r, target in zip(predicted, reached)])
+    show("MEDIANS OF |ln(predicted / measured)|", score.summary(predicted))
     tables = score.leave_one_table_out(c)
-    for r in tables:
-        numbers = "".join(f"{n} {r[n]:.2f}  " for n in ("measured", "public", "all_tables", "without_it"))
-        print(f"  {r['table']}: {r['row']:<26} {numbers}")
-    print("\nTHE ASYNCHRONOUS RUN, FOUR READINGS")
+    show("ONE TABLE LEFT OUT OF A FIT TO THE PAPER'S TABLES", tables)
     readings = score.asynchronous_variants(found.kept)
-    for r in readings:
-        print(f"  {r['reading']:<52} {r['row']:<20} {r['measured']:7.2f} {r['predicted']:7.2f} {r['error']:+.0%}")
-
+    show("THE ASYNCHRONOUS RUN, FOUR READINGS", readings)
     big = large_views(found.kept)
-    print_large(big)
+    show("235B, beside the paper's simulator", big, LARGE_COLUMNS)
     changed = large.sensitivity()
-    print("\nONE ASSUMPTION CHANGED, free verification: " + "; ".join(list(changed[0])[1:]))
-    for r in changed:
-        print(f"  {r['changed']:<34}" + "".join(f"{value:7.2f}" for value in list(r.values())[1:]))
+    show("ONE ASSUMPTION CHANGED, free verification", changed)
 
     machine, pace, fits = ours.calibrated()
     rows = ours.check_iterations(machine) + ours.check_rollouts(machine) + ours.check_steps(machine, pace)
     ahead = apart.measured()
     contention = apart.solve_contention(ahead)
     rows += apart.check(ahead, contention)
-    print()
     print_ours(rows, fits)
     print(f"  contention of the fake devices {contention:.2f}, solved on one run with lag 1")
 

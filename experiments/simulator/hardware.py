@@ -159,91 +159,33 @@ _LOCAL = Link(1e9, 1e-3)  # never used: there is one device
 _V5P, _V6E = Peak(459e12 / 6, 459e12, 459e12), Peak(918e12 / 6, 918e12, 918e12)
 _HOPPER = Peak(67e12, 989e12, 1979e12)
 
-HARDWARE = {
+# Name -> kind, peak rates, (bytes, bytes/s) of memory, devices of a domain, links inside and between domains.
+_MACHINES: dict[str, tuple[str, Peak, tuple[float, float], int, Link, Link]] = {
     # NVIDIA GB200 NVL72 data sheet, per GPU and without sparsity: 2.5, 5 PFLOP/s, 186 GB, 8 TB/s, NVLink 1.8 TB/s,
     # 72 GPUs in a domain; one ConnectX-7 400 Gb/s each. float32: 80 TFLOP/s.
-    "gb200": Hardware(
-        "gb200",
-        "NVIDIA GB200",
-        Peak(80e12, 2500e12, 5000e12),
-        memory_bytes=186e9,
-        memory_bandwidth=8e12,
-        domain=72,
-        near=_NVLINK5,
-        far=_INFINIBAND,
-    ),
+    "gb200": ("NVIDIA GB200", Peak(80e12, 2500e12, 5000e12), (186e9, 8e12), 72, _NVLINK5, _INFINIBAND),
     # NVIDIA HGX/DGX B200 data sheet: 2.25, 4.5 PFLOP/s, 180 GB, 8 TB/s (64 TB/s for 8), 8 GPUs on an NVSwitch.
-    "b200": Hardware(
-        "b200",
-        "NVIDIA B200",
-        Peak(75e12, 2250e12, 4500e12),
-        memory_bytes=180e9,
-        memory_bandwidth=8e12,
-        domain=8,
-        near=_NVLINK5,
-        far=_INFINIBAND,
-    ),
+    "b200": ("NVIDIA B200", Peak(75e12, 2250e12, 4500e12), (180e9, 8e12), 8, _NVLINK5, _INFINIBAND),
     # NVIDIA H200 data sheet (SXM): H100's rates, 141 GB, 4.8 TB/s, NVLink 900 GB/s, 8 GPUs.
-    "h200": Hardware(
-        "h200",
-        "NVIDIA H200",
-        _HOPPER,
-        memory_bytes=141e9,
-        memory_bandwidth=4.8e12,
-        domain=8,
-        near=_NVLINK4,
-        far=_INFINIBAND,
-    ),
+    "h200": ("NVIDIA H200", _HOPPER, (141e9, 4.8e12), 8, _NVLINK4, _INFINIBAND),
     # NVIDIA H100 data sheet (SXM): 989, 1979 TFLOP/s, 80 GB, 3.35 TB/s.
-    "h100": Hardware(
-        "h100",
-        "NVIDIA H100",
-        _HOPPER,
-        memory_bytes=80e9,
-        memory_bandwidth=3.35e12,
-        domain=8,
-        near=_NVLINK4,
-        far=_INFINIBAND,
-    ),
+    "h100": ("NVIDIA H100", _HOPPER, (80e9, 3.35e12), 8, _NVLINK4, _INFINIBAND),
     # Google Cloud documentation, "TPU v5p": 459 TFLOP/s, also in FP8; 95 GiB, 2765 GB/s, links of 1200 GB/s both ways,
     # a pod of 8,960, data-center network 50 Gb/s a chip. A TPU multiplies float32 in three or six bfloat16 passes.
-    "tpu_v5p": Hardware(
-        "tpu_v5p",
-        "TPU v5p",
-        _V5P,
-        memory_bytes=95 * 2**30,
-        memory_bandwidth=2765e9,
-        domain=8960,
-        near=Link(600e9, 10e-6),
-        far=Link(6.25e9, 50e-6),
-    ),
+    "tpu_v5p": ("TPU v5p", _V5P, (95 * 2**30, 2765e9), 8960, Link(600e9, 10e-6), Link(6.25e9, 50e-6)),
     # Google Cloud documentation, "TPU v6e": 918 TFLOP/s (1836 TOP/s int8, no FP8), 32 GB, 1638 GB/s, links of 800 GB/s
     # both ways, a pod of 256. Network: 4 x 200 Gb/s a host of 8 chips.
-    "tpu_v6e": Hardware(
-        "tpu_v6e",
-        "TPU v6 lite",
-        _V6E,
-        memory_bytes=32e9,
-        memory_bandwidth=1638e9,
-        domain=256,
-        near=Link(400e9, 10e-6),
-        far=Link(12.5e9, 50e-6),
-    ),
+    "tpu_v6e": ("TPU v6 lite", _V6E, (32e9, 1638e9), 256, Link(400e9, 10e-6), Link(12.5e9, 50e-6)),
     # Two cores of an AMD EPYC 9004 (AVX-512) with 24 GiB, shared. Matmuls on two threads measured: 205 GFLOP/s in
-    # float32, 430 in bfloat16; 37 GB/s from memory, about 100 from its 32 MiB of L3. One domain of one device.
-    "this_machine": Hardware(
-        "this_machine",
-        "cpu",
-        Peak(205e9, 430e9, 430e9),
-        memory_bytes=24 * 2**30,
-        memory_bandwidth=37e9,
-        domain=1,
-        near=_LOCAL,
-        far=_LOCAL,
-        cache_bytes=32 * 2**20,
-        cache_bandwidth=100e9,
-    ),
+    # float32, 430 in bfloat16; 37 GB/s from memory. One domain of one device.
+    "this_machine": ("cpu", Peak(205e9, 430e9, 430e9), (24 * 2**30, 37e9), 1, _LOCAL, _LOCAL),
 }
+HARDWARE = {
+    name: Hardware(name, kind, peak, memory_bytes=size, memory_bandwidth=rate, domain=domain, near=near, far=far)
+    for name, (kind, peak, (size, rate), domain, near, far) in _MACHINES.items()
+}
+# About 100 GB/s from its 32 MiB of L3.
+HARDWARE["this_machine"] = dataclasses.replace(HARDWARE["this_machine"], cache_bytes=32 * 2**20, cache_bandwidth=100e9)
 
 
 class Engine(NamedTuple):

@@ -17,8 +17,6 @@ LABELS = {
     "k": "k, drafted tokens",
     "kept": "share of drafts kept at each position",
 }
-
-
 BOUNDS = {
     "rollout_speedup": ("rollout_low", "rollout_high"),
     "end_to_end_speedup": ("end_to_end_low", "end_to_end_high"),
@@ -28,12 +26,7 @@ Marks = dict[str, dict[tuple[str, float, float], str]]
 
 
 def heatmaps(
-    path: str,
-    titles: Sequence[str],
-    tables: Sequence[list[Row]],
-    *,
-    axes: tuple[str, str],
-    marks: Marks | None = None,
+    path: str, titles: Sequence[str], tables: Sequence[list[Row]], *, axes: tuple[str, str], marks: Marks | None = None
 ) -> None:
     """Draw two maps a table, rollout and end-to-end speedup, over the columns `axes` along x and y.
 

@@ -172,11 +172,3 @@ def expected_rest(lengths: np.ndarray, disagreement: float) -> float:
     change = np.minimum(rate * falls, -1e-12)
     missed = 1 - np.exp(rate * after) * np.expm1(change) / change
     return float((widths * missed).sum() / ordered[-1])
-
-
-def expected_kept(lengths: np.ndarray, disagreement: float) -> float:
-    """Return the expected share of the tokens before the first disagreement of each response, [N] tokens long."""
-    if disagreement in (0, 1):
-        return 1.0 - disagreement
-    kept = (1 - disagreement) / disagreement * -np.expm1(lengths * np.log1p(-disagreement))
-    return float(kept.sum() / lengths.sum())

@@ -64,9 +64,8 @@ def measure(rounds: int, variant: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "variant": "smoke"})
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--variant", default="small", help="of configs/rlzero_tiny.py")
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(40, 1), variant=("small", "smoke", "of configs/rlzero_tiny.py"))
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     rows = measure(arguments.rounds, arguments.variant)

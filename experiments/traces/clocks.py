@@ -12,14 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import commands
-from experiments.claims import COLOURS, markdown, put_table, write_rows
+from experiments.claims import COLOURS, markdown, show_table, write_rows
 from experiments.engine import bench
 from experiments.rooms.bases import NAMES
 from experiments.scale_projection.paper import DRAFT_VOCAB
@@ -69,8 +66,8 @@ def gb200(engine: str, host_per_draft: float = 0.0) -> Clock:
     return cost.speculative
 
 
-# Name -> (clock, factor on all lengths)
 def clocks() -> dict[str, tuple[Clock, float]]:
+    """Return name -> (clock, factor on all lengths)."""
     return {
         "measured, 107 M, two CPU cores": (measured(HERE / "costs.csv"), 1.0),
         "8B on a GB200, this project's loop, roofline": (gb200("fused"), GPU_STRETCH),
@@ -171,11 +168,10 @@ def cell(row: Row) -> str:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"draws": 4, "best_draws": 2, "output": HERE})
+    parser = commands.Parser(__doc__)
+    parser.sizes(draws=(200, 4, "of the bootstrap of the speeds"), best_draws=(60, 2, "of that of the best k"))
     parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of traces")
-    parser.add_argument("--draws", type=int, default=200, help="of the bootstrap of the speeds")
-    parser.add_argument("--best_draws", type=int, default=60, help="of that of the best k")
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the results; default: of the traces")
+    parser.add_argument("--output", type=pathlib.Path, help="folder of the results; default: of the traces", small=HERE)
     a = parser.parse_args()
     output = a.output or a.folder
     traces = read_traces(a.folder / "traces.csv")
@@ -188,10 +184,7 @@ def main() -> None:
     write_rows(output / "speed.csv", speeds)
     write_rows(output / "best.csv", best)
     draw(best, output / "best.png")
-    if output == HERE:
-        put_table(HERE / "README.md", table(speeds))
-    else:
-        print(table(speeds))
+    show_table(output, HERE, table(speeds))
 
 
 if __name__ == "__main__":

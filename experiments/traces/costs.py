@@ -42,10 +42,9 @@ def measure_costs(
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"rounds": 1, "model": "nano_deep", "slots": [1]})
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--model", choices=PRESETS | MODELS, default="medium")
-    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS)
+    parser = commands.Parser(__doc__)
+    parser.sizes(rounds=(2, 1), slots=(SLOTS, [1]))
+    parser.add_argument("--model", choices=PRESETS | MODELS, default="medium", small="nano_deep")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "costs.csv")
     a = parser.parse_args()
     model = (PRESETS | MODELS)[a.model]

@@ -95,13 +95,16 @@ def verdict(predicted: float, found: Interval) -> str:
 
 
 def main() -> None:
-    small = {"rounds": 1, "workloads": ["rooms"], "slots": [1], "prompts": 1}
-    parser = commands.Parser(__doc__, small=small)
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        slots=(SLOTS, [1], "of costs and measure"),
+        prompts=(24, 1, "of a measured round; each has grpo.group_size answers"),
+        rounds=(7, 1),
+    )
     parser.add_argument("part", choices=("costs", "predict", "measure", "judge"))
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="of measure")
-    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help="of costs and measure")
-    parser.add_argument("--prompts", type=int, default=24, help="of a measured round; each has grpo.group_size answers")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="of measure", small=["rooms"]
+    )
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder of rows and page")
     a = parser.parse_args()
     if a.part == "costs":

@@ -40,11 +40,10 @@ def record(workload: str, seed: int, prompts: int, lengths: list[int]) -> Iterat
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"workloads": ["rooms"], "seeds": [0], "prompts": 1, "lengths": [1]})
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
-    parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
-    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=LENGTHS, help="k")
+    parser = commands.Parser(__doc__)
+    parser.sizes(seeds=(SEEDS, [0], "of the bases"), prompts=(16, 1, "of each draft length"))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), small=["rooms"])
+    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=LENGTHS, help="k", small=[1])
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "traces.csv", help="CSV file")
     a = parser.parse_args()
     traces = list[Trace]()

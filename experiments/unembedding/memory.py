@@ -64,11 +64,13 @@ def run(compiled: Any, tokens: int, vocab: int, embed: int) -> bench.Row:
 
 
 def main() -> None:
-    parser = commands.Parser(__doc__, small={"tokens": 64, "vocab": 256, "embed": 16, "tiles": [64]})
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--embed", type=int, default=1024)
-    parser.add_argument("--tiles", type=int, nargs="+", default=[4096, 16_384, 0], help="vocabulary entries per tile")
+    parser = commands.Parser(__doc__)
+    parser.sizes(
+        tokens=(8192, 64),
+        vocab=(151_936, 256),
+        embed=(1024, 16),
+        tiles=([4096, 16_384, 0], [64], "vocabulary entries per tile"),
+    )
     parser.add_argument("--run-whole", action="store_true")
     parser.add_argument("--output", default="experiments/unembedding/memory.csv")
     a = parser.parse_args()

@@ -47,14 +47,7 @@ def statistics(
     """
     logits = _aligned(logits)
     R, blocks = len(logits), _blocks(options.V)
-    asked = {
-        "temperature": temperature,
-        "ids": noise and noise.rollout_id,
-        "positions": noise and noise.position.astype(jnp.uint32),
-        "seed": noise and noise.seed.astype(jnp.uint32).reshape(1),
-        "outside": _padded(outside, blocks),
-    }
-    arrays = {name: x for name, x in asked.items() if x is not None}
+    arrays = tiles.arrays_read(temperature, noise, _padded(outside, blocks))
     n = len(options.results)
 
     def body(logits_ref: jax.Ref, lanes_ref: jax.Ref, *refs: jax.Ref) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from kernels_pallas import noise as counter
 from kernels_pallas.noise import HALF
 from kernels_pallas.verify.sampling import TILE
+from kernels_pallas.verify.types import Noise
 
 Halves = Sequence[jax.Array]
 Reduce = Callable[..., jax.Array]
@@ -129,6 +130,15 @@ def residual(
         q = jnp.exp(d / terms.temperature - terms.q_norm)
         left.append(jnp.where(column < options.V, jnp.maximum(terms.scale * p - q, 0.0), 0.0))
     return jnp.sum(left[0] + left[1], axis=-1, keepdims=keepdims)
+
+
+def arrays_read(temperature: jax.Array, noise: Noise | None, outside: jax.Array | None) -> dict[str, jax.Array]:
+    """Return what `statistics` reads beside the logits, by name: [R] each, the seed [1], outside [V]."""
+    arrays = {"temperature": temperature}
+    if noise is not None:
+        arrays |= {"ids": noise.rollout_id, "positions": noise.position.astype(jnp.uint32)}
+        arrays["seed"] = noise.seed.astype(jnp.uint32).reshape(1)
+    return arrays if outside is None else arrays | {"outside": outside}
 
 
 def halves_of_noise(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, *, columns: Halves) -> Halves:

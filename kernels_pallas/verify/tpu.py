@@ -29,14 +29,9 @@ def statistics(
 ) -> Statistics:
     """Compute as `gpu.statistics` does."""
     R, (blocks, n) = len(logits), _blocks(options.V)
-    column = {
-        "temperature": temperature,
-        "ids": noise and noise.rollout_id,
-        "positions": noise and noise.position.astype(jnp.uint32),
-    }
-    column = {name: x[:, None] for name, x in column.items() if x is not None}
-    row = {"seed": noise and noise.seed.astype(jnp.uint32), "outside": outside}
-    row = {name: x.reshape(1, -1) for name, x in row.items() if x is not None}
+    arrays = tiles.arrays_read(temperature, noise, outside)
+    row = {name: arrays.pop(name).reshape(1, -1) for name in ("seed", "outside") if name in arrays}
+    column = {name: x[:, None] for name, x in arrays.items()}
     specs = [_block(n), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in column)]
     specs += [pl.BlockSpec((1, 1), lambda r, b: (0, 0)) if name == "seed" else _block(n, 1) for name in row]
     names, shapes = [*column, *row], options.shapes(R, blocks * n)

@@ -89,8 +89,3 @@ def from_config_dict(c: ConfigDict) -> Config:
       'coupled'
     """
     return build(Config, c.to_dict())
-
-
-def check_values(config: Config) -> None:
-    """Raise InputError naming each key whose value has the wrong type or is outside its bounds."""
-    build(Config, dataclasses.asdict(config))

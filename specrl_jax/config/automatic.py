@@ -19,9 +19,9 @@ AUTOMATIC: dict[str, object] = {
 
 
 def value_of(config: Config, key: str) -> object:
-    """Return the value of `section.key`."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    """Return the value of `section.key`, or of a key at the top."""
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

@@ -28,8 +28,8 @@ def find(config: str) -> str:
             raise InputError(f"--config {config}: no such file; what is shipped goes by its name: --config {name}")
         return config
     if path not in names():
-        known = ", ".join(names())
-        raise InputError(f"--config {config}: neither a file, which ends in .py, nor a shipped config: {known}")
+        shipped = ", ".join(names())
+        raise InputError(f"--config {config}: neither a file, which ends in .py, nor a shipped config: {shipped}")
     return f"{FOLDER / path}.py{colon}{variant}"
 
 

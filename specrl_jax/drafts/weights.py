@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params
+from specrl_jax.io.digests import scramble
 from specrl_jax.models import cache as kv
 
 Cache = TypeVar("Cache")
@@ -32,7 +33,7 @@ def checksum(tree: object) -> jax.Array:
     """Return [] uint32 of every bit of a tree's arrays and of their order; independent of the sharding."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        total = _scramble(total) + _sum_of_bits(leaf)
+        total = scramble(total) + _sum_of_bits(leaf)
     return total
 
 
@@ -45,11 +46,4 @@ def _sum_of_bits(leaf: jax.Array) -> jax.Array:
     for axis in range(bits.ndim):
         place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     # An integer sum does not depend on its order, so not on the sharding.
-    return jnp.sum(_scramble(_scramble(place) ^ bits), dtype=jnp.uint32)
-
-
-def _scramble(x: jax.Array) -> jax.Array:
-    """Apply the finaliser of MurmurHash3 (Appleby, public domain): every input bit affects every output bit."""
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> jnp.uint32(16))
+    return jnp.sum(scramble(scramble(place) ^ bits), dtype=jnp.uint32)

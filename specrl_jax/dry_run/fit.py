@@ -1,4 +1,4 @@
-"""Decide whether the phases fit into a device, and suggest what to change if not."""
+"""Decide whether the phases fit into a device, suggest what to change if not, and count what runs at once if so."""
 
 import dataclasses
 import math
@@ -7,9 +7,11 @@ from specrl_jax.config import Config
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 from specrl_jax.dry_run.phases import BATCH, CACHE, OPTIMIZER, PARAMETERS
 from specrl_jax.dry_run.targets import HardwareTarget
+from specrl_jax.training.plan import Plan
 
 # Usable share of a device's memory; the rest goes to the driver, collectives and fragmentation.
 LARGEST_SHARE = 0.95
+LIVE = (256, 1024, 4096)  # tokens of a sequence, beside the longest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ def judge_memory(
     measured: list[CompiledPhase], target: HardwareTarget, config: Config, *, num_shards: int
 ) -> MemoryVerdict:
     """Judge all phases; the learner's rows have `num_shards` shards."""
-    known = [(m.name, m.memory) for m in measured if m.memory]
+    compiled = [(m.name, m.memory) for m in measured if m.memory]
     for m in measured:
         if m.memory is None:
             advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
@@ -47,7 +49,7 @@ def judge_memory(
                 arithmetic=f"the compiler refuses it: {m.refused}",
                 suggestion=advice,
             )
-    phase, memory = max(known, key=lambda found: found[1].total)
+    phase, memory = max(compiled, key=lambda found: found[1].total)
     share = memory.total / target.memory
     sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
     arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"
@@ -91,6 +93,36 @@ def _fewer_temporaries(config: Config, num_shards: int) -> str:
     if not config.policy.vocab_tile:
         return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
     return f"shorter rows (rollout.max_response_tokens={config.rollout.max_response_tokens}) or a larger mesh.tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class PageCounts:
+    """Figures by the live tokens of each sequence."""
+
+    count: int  # pages of a device
+    tokens: int  # of a page
+    page_bytes: int  # of one page on one device
+    live: list[int]  # tokens of a sequence
+    at_once: list[int]  # sequences, at most the slots
+    fitting: list[int] | None  # the same with all the memory that is free; None: the device has no limit
+
+
+def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Plan) -> PageCounts:
+    """Count by what the programs of generation leave free."""
+    limits, shards = plan.limits, plan.rollout_partition.num_shards("batch")
+    T, slots = limits.page_tokens, limits.num_slots
+    live = [*(n for n in LIVE if n < limits.cache_length), limits.cache_length]
+    count = limits.shard_pages
+
+    def at_once(pages: int) -> list[int]:
+        return [min(slots, shards * (pages // -(-n // T))) for n in live]
+
+    totals = [m.memory.total for m in measured if m.memory and m.name.startswith("generate")]
+    fitting = None
+    if target.memory and totals:
+        free = int(LARGEST_SHARE * target.memory) - max(totals)
+        fitting = at_once(max(0, count + free // plan.page_bytes))
+    return PageCounts(count, T, plan.page_bytes, live=live, at_once=at_once(count), fitting=fitting)
 
 
 def shown(n: int) -> str:

@@ -16,13 +16,13 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.rl.objectives import LossInputs, logprob_passes
+from specrl_jax.learner.state import TrainState
+from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.plan import Plan
-from specrl_jax.training.shapes import abstract_microbatch, abstract_rows
+from specrl_jax.training.shapes import abstract_microbatch
 
 # Kinds of memory.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -42,82 +42,100 @@ class Phase:
 def find_phases(plan: Plan) -> list[Phase]:
     """Return the programs in the order of a synchronous step, not compiled yet."""
     learner, rollout = make_learner(plan), make_rollout(plan, tokenizer=CharTokenizer())
-    state, g = abstract_state(learner), plan.config.grpo
-    states = (state.policy, *([state.draft] if state.draft else []))
-    params, draft = learner.merged(state.policy), state.draft
-    moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in states)
-    reference = (state.policy.params,) if g.kl_coef else ()
+    phases, grpo = _LearnerPhases(learner), plan.config.grpo
+    state, moments, reference = phases.state, phases.moments, phases.reference
     # Jitted where rollouts are on the learner's devices, as in a dry run.
     prepare_step = cast(Jitted[[Params, Params | None, jax.Array | None], Weights], rollout.prepare_step)
-    weights = prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
-
-    phases = [
-        Phase(
-            "prepare",
-            lambda: prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
-            (PARAMETERS, PARAMETERS, PARAMETERS),
-            resident=(*moments, *reference),
-            unrolled=True,
-        ),
-        *_generation(rollout, weights, (*states, *reference)),
+    trained = phases.params, state.draft.params if state.draft else None, state.vocab_map
+    prepare = functools.partial(prepare_step.lower, *trained)
+    found = [
+        Phase("prepare", prepare, (PARAMETERS,) * 3, resident=(*moments, *reference), unrolled=True),
+        *_generation(rollout, prepare_step.eval_shape(*trained), (*phases.states, *reference)),
     ]
-    if logprob_passes(g.old_logprobs, g.kl_coef):
-        phases.append(
-            Phase(
-                "logprob",
-                lambda: learner.logprob_step.lower(params, abstract_rows(learner)),
-                (PARAMETERS, BATCH),
-                resident=(*moments, *([draft.params] if draft else []), *reference),
-            )
-        )
+    if logprob_passes(grpo.old_logprobs, grpo.kl_coef):
+        found.append(phases.scoring("logprob", learner.logprob_step))
     if plan.limits.records:
-        phases.append(
-            Phase(
-                "comparison of experts",
-                lambda: learner.unreplayed_step.lower(params, abstract_rows(learner)),
-                (PARAMETERS, BATCH),
-                resident=(*moments, *([draft.params] if draft else []), *reference),
-            )
-        )
-    microbatch = abstract_microbatch(learner)
-    tables = (learner.read_tables.eval_shape(state.policy.base, state.vocab_map),) if draft else ()
-    beside = (*reference, *states[1:], *tables)
-    sums = learner.policy_step.gradient.eval_shape(state.policy, *microbatch)[0]
-    train = [
-        Phase(
-            "train policy",
-            lambda: learner.policy_step.gradient.lower(state.policy, *microbatch),
-            (PARAMETERS, BATCH, BATCH),
-            resident=(moments[0], *_earlier(learner, sums), *beside),
-        ),
-        Phase(
-            "update policy",
-            lambda: learner.policy_step.apply.lower(state.policy, sums),
-            (PARAMETERS, OPTIMIZER),
-            resident=beside,
-        ),
-    ]
-    if not draft:
-        return [*phases, *train]
-    read = _table_copies(learner, (*moments, draft.params, *reference))
-    learning = _draft_learning(learner, microbatch, reference)
-    again = [_features(learner, microbatch[0], reference)] if plan.config.draft.replay_updates else []
-    return [*phases, read, *train, *learning, *again]
+        found.append(phases.scoring("comparison of experts", learner.unreplayed_step))
+    if not state.draft:
+        return found + phases.policy_update()
+    again = [phases.features()] if plan.config.draft.replay_updates else []
+    return [*found, phases.table_copies(), *phases.policy_update(), *phases.draft_learning(), *again]
 
 
-def count_programs(plan: Plan) -> dict[str, int]:
-    """Return the programs of a run's engines by what they are for; parking's, which few runs need, are left out."""
-    rollout = make_rollout(plan, tokenizer=CharTokenizer())
-    training, evaluation = rollout.engine.compiled, rollout.eval_engine.compiled
-    own = 0 if evaluation is training else len(evaluation.all())
-    return {"rollouts": len(training.all()), "evaluation": own}
+class _LearnerPhases:
+    """The learner's programs, each with what lies on its devices meanwhile."""
 
+    def __init__(self, learner: Learner) -> None:
+        state = abstract_run_state(learner)
+        policy = dataclasses.replace(state.policy, frozen=abstract_frozen(learner))
+        self.learner, self.state = learner, dataclasses.replace(state, policy=policy)
+        self.params, draft = learner.merged(policy), state.draft
+        self.states: tuple[TrainState, ...] = (policy, draft) if draft else (policy,)
+        self.moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in self.states)
+        self.reference = (policy.params,) if learner.plan.config.grpo.kl_coef else ()
+        self._microbatch = abstract_microbatch(learner)
+        self._tables = learner.read_tables.eval_shape(policy.base, state.vocab_map) if draft else None
+        self._sums, self._outputs = learner.policy_step.gradient.eval_shape(policy, *self._microbatch)
 
-def abstract_state(learner: Learner) -> RunState:
-    """Return the state of a run, including frozen parameters."""
-    state = abstract_run_state(learner)
-    policy = dataclasses.replace(state.policy, frozen=abstract_frozen(learner))
-    return dataclasses.replace(state, policy=policy)
+    def scoring(self, name: str, step: Jitted[[Params, Rows], object]) -> Phase:
+        """Return a forward over rows of rollouts."""
+        draft = (self.state.draft.params,) if self.state.draft else ()
+        lower = functools.partial(step.lower, self.params, self._microbatch[0])
+        return Phase(name, lower, (PARAMETERS, BATCH), resident=(*self.moments, *draft, *self.reference))
+
+    def table_copies(self) -> Phase:
+        """Return the copy of the policy's tables for the draft, which the policy's update leaves as they are."""
+        draft, policy = self.state.draft, self.state.policy
+        assert draft is not None
+        read = functools.partial(self.learner.read_tables.lower, policy.base, self.state.vocab_map)
+        resident = (*self.moments, draft.params, *self.reference)
+        return Phase("tables for the draft", read, (PARAMETERS, PARAMETERS), resident=resident)
+
+    def policy_update(self) -> list[Phase]:
+        """Return the policy's gradient of a microbatch, and its update."""
+        step, policy = self.learner.policy_step, self.state.policy
+        beside = (*self.reference, *self.states[1:], self._tables)
+        gradient = functools.partial(step.gradient.lower, policy, *self._microbatch)
+        apply = functools.partial(step.apply.lower, policy, self._sums)
+        resident = (self.moments[0], *self._earlier(self._sums), *beside)
+        return [
+            Phase("train policy", gradient, (PARAMETERS, BATCH, BATCH), resident=resident),
+            Phase("update policy", apply, (PARAMETERS, OPTIMIZER), resident=beside),
+        ]
+
+    def draft_learning(self) -> list[Phase]:
+        """Return what a draft does with the features of one policy update: it learns from them, or predicts only."""
+        draft, step, predict = self.state.draft, self.learner.draft_step, self.learner.predict_step
+        assert draft is not None and step is not None and predict is not None, "there is a draft with weights"
+        features, rows = self._outputs.features, self._microbatch[0]
+        policy = (*self.reference, self.state.policy, self._sums)
+        resident = (*policy, dataclasses.replace(draft, params={}))
+        asked = functools.partial(predict.lower, draft.params, self._tables, features, rows)
+        predicts = Phase("predict acceptance", asked, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident=resident)
+        if not self.learner.plan.config.draft.online:
+            return [predicts]
+        given = draft, self._tables, stand_in(step.count.eval_shape(draft, rows)), features, rows
+        sums = step.update.gradient.eval_shape(*given)[0]
+        gradient = functools.partial(step.update.gradient.lower, *given)
+        kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH, BATCH)
+        apply = functools.partial(step.update.apply.lower, draft, sums)
+        return [
+            Phase("train draft", gradient, kinds, resident=(*resident, *self._earlier(sums))),
+            Phase("update draft", apply, (PARAMETERS, OPTIMIZER), resident=policy),
+            predicts,
+        ]
+
+    def features(self) -> Phase:
+        """Return the forward that makes the features of a further update of the draft (training/replay.py)."""
+        # The policy chooses its own experts of texts that older ones wrote.
+        texts = dataclasses.replace(self._microbatch[0], experts=None)
+        lower = functools.partial(self.learner.feature_step.lower, self.params, texts)
+        resident = (*self.reference, self.moments[0], self.state.draft, self._tables)
+        return Phase("features for the draft", lower, (PARAMETERS, BATCH), resident=resident)
+
+    def _earlier(self, sums: object) -> tuple[object, ...]:
+        """Return the sums over earlier microbatches of an update; none where it has one."""
+        return (sums,) if self.learner.plan.config.grpo.microbatch_tokens else ()
 
 
 def _generation(rollout: RolloutEngines, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
@@ -127,97 +145,35 @@ def _generation(rollout: RolloutEngines, weights: Weights, resident: tuple[objec
     others need less than these (temporaries of a 0.6B policy on an H100: 78, 294, 361 and 456 MB for 0 to 3 drafts).
     """
     programs, limits = rollout.engine.compiled, rollout.config.limits
-    size, drafted = limits.num_slots, rollout.engine.draft_length
+    size, k = limits.num_slots, rollout.engine.draft_length
     slots = programs.describe(Program("read_row", size), weights)[1][0]
     assert isinstance(slots, Slots)
 
-    def phase(name: str, program: Program, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
+    def phase(name: str, kind: str, *arguments: str, k: int = 0, n: int = size, beside: object = ()) -> Phase:
         own = () if PARAMETERS in arguments else (weights,)
-        lower = functools.partial(programs.lower, program, weights)
-        return Phase(f"generate: {name}", lower, arguments, resident=(*resident, *own, *beside), unrolled=True)
-
-    def parking(name: str, kind: str, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
-        return phase(name, Program(kind, size), CACHE, BATCH, *arguments, beside=beside)
-
-    def computing(name: str, program: Program) -> Phase:
-        return phase(name, program, PARAMETERS, CACHE, BATCH)
-
-    def chunk(name: str, k: int) -> Phase:
-        return computing(name, Program("decode", size, k))
+        lower = functools.partial(programs.lower, Program(kind, n, k), weights)
+        return Phase(f"generate: {name}", lower, arguments, resident=(*resident, own, beside), unrolled=True)
 
     def records() -> Phase:
-        rest = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))
-        return phase("experts to the host", Program("read_records", size), CACHE, BATCH, BATCH, beside=(rest,))
+        others = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))
+        return phase("experts to the host", "read_records", CACHE, BATCH, BATCH, beside=others)
 
     return [
-        phase("empty slots", Program("empty", size)),
-        phase("refill", Program("refill", size), PARAMETERS, CACHE, CACHE, BATCH),
-        chunk("plain chunk", 0),
-        *([chunk(f"speculative chunk, k={drafted}", drafted)] if drafted else []),
-        *([computing("chunk of earlier tokens", Program("reverify", size))] if limits.earlier else []),
-        *([computing("extension", Program("extend", size))] if limits.turns else []),
-        *(phase(f"compact to {n}", Program("compact", n), CACHE, CACHE, BATCH) for n in programs.sizes[1:]),
+        phase("empty slots", "empty"),
+        phase("refill", "refill", PARAMETERS, CACHE, CACHE, BATCH),
+        phase("plain chunk", "decode", PARAMETERS, CACHE, BATCH),
+        *([phase(f"speculative chunk, k={k}", "decode", PARAMETERS, CACHE, BATCH, k=k)] if k else []),
+        *([phase("chunk of earlier tokens", "reverify", PARAMETERS, CACHE, BATCH)] if limits.earlier else []),
+        *([phase("extension", "extend", PARAMETERS, CACHE, BATCH)] if limits.turns else []),
+        *(phase(f"compact to {n}", "compact", CACHE, CACHE, BATCH, n=n) for n in programs.sizes[1:]),
         # The program does not read the pages.
-        parking("row to the host", "read_row", beside=(slots.not_by_row(),)),
-        parking("pages to the host", "read_pages", BATCH),
-        parking("end of a row", "drop_row"),
-        parking("row from the host", "restore_row", BATCH),
-        parking("pages from the host", "write_pages", BATCH, BATCH),
+        phase("row to the host", "read_row", CACHE, BATCH, beside=slots.not_by_row()),
+        phase("pages to the host", "read_pages", CACHE, BATCH, BATCH),
+        phase("end of a row", "drop_row", CACHE, BATCH),
+        phase("row from the host", "restore_row", CACHE, BATCH, BATCH),
+        phase("pages from the host", "write_pages", CACHE, BATCH, BATCH, BATCH),
         *([records()] if limits.records else []),
     ]
-
-
-def _table_copies(learner: Learner, resident: tuple[object, ...]) -> Phase:
-    """Return the copy of the policy's tables for the draft, which the policy's update leaves as they are."""
-    state = abstract_state(learner)
-    read = functools.partial(learner.read_tables.lower, state.policy.base, state.vocab_map)
-    return Phase("tables for the draft", read, (PARAMETERS, PARAMETERS), resident=resident)
-
-
-def _draft_learning(
-    learner: Learner, microbatch: tuple[Rows, LossInputs], reference: tuple[object, ...]
-) -> list[Phase]:
-    """Return what a draft does with the features of one policy update: it learns from them, or predicts only."""
-    state, online = abstract_state(learner), learner.plan.config.draft.online
-    draft, step, predict = state.draft, learner.draft_step, learner.predict_step
-    assert draft is not None and step is not None and predict is not None, "there is a draft with weights"
-    of_policy, outputs = learner.policy_step.gradient.eval_shape(state.policy, *microbatch)
-    features, rows, policy = outputs.features, microbatch[0], (state.policy, of_policy)
-    tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
-    resident = (*reference, *policy, dataclasses.replace(draft, params={}))
-    asked = functools.partial(predict.lower, draft.params, tables, features, rows)
-    predicts = Phase("predict acceptance", asked, (PARAMETERS, PARAMETERS, BATCH, BATCH), resident=resident)
-    if not online:
-        return [predicts]
-    counts = stand_in(step.count.eval_shape(draft, rows))
-    given = draft, tables, counts, features, rows
-    sums = step.update.gradient.eval_shape(*given)[0]
-    lower = functools.partial(step.update.gradient.lower, *given)
-    kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH, BATCH)
-    apply = functools.partial(step.update.apply.lower, draft, sums)
-    return [
-        Phase("train draft", lower, kinds, resident=(*resident, *_earlier(learner, sums))),
-        Phase("update draft", apply, (PARAMETERS, OPTIMIZER), resident=(*reference, *policy)),
-        predicts,
-    ]
-
-
-def _earlier(learner: Learner, sums: object) -> tuple[object, ...]:
-    """Return the sums over earlier microbatches of an update; none where it has one."""
-    return (sums,) if learner.plan.config.grpo.microbatch_tokens else ()
-
-
-def _features(learner: Learner, rows: Rows, reference: tuple[object, ...]) -> Phase:
-    """Return the forward that makes the features of a further update of the draft (training/replay.py)."""
-    state = abstract_state(learner)
-    # The policy chooses its own experts of texts that older ones wrote.
-    texts = dataclasses.replace(rows, experts=None)
-    tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
-    moments = dataclasses.replace(state.policy, params={}, frozen=None)
-    lower = functools.partial(learner.feature_step.lower, learner.merged(state.policy), texts)
-    return Phase(
-        "features for the draft", lower, (PARAMETERS, BATCH), resident=(*reference, moments, state.draft, tables)
-    )
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

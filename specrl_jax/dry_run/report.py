@@ -4,12 +4,10 @@ import dataclasses
 import json
 import math
 import os
-import sys
 
 from specrl_jax.core import atomic_write
-from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, shown
+from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, PageCounts, shown
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
-from specrl_jax.dry_run.pages import PageCounts
 from specrl_jax.dry_run.phases import KINDS
 from specrl_jax.dry_run.targets import HardwareTarget
 from specrl_jax.io.workdir import versions
@@ -25,7 +23,6 @@ class Report:
     measured: list[CompiledPhase]
     fit: MemoryVerdict | None  # None: the target has no memory limit
     pages: PageCounts
-    programs: dict[str, int]  # of a run's engines, by what they are for
     exact: bool  # compiled by the target's own compiler
     seconds: float  # of everything
 
@@ -42,10 +39,7 @@ class Report:
             print(f"{m.name:<36}" + (memory_row(m.memory, m.extended) if m.memory else f"  refused: {m.refused}"))
         if any(m.extended for m in self.measured):
             print("~ an estimate: of few layers, extended to all of them (dry_run.layers); the rest is exact")
-        print("\n" + "\n".join([*page_rows(self.pages), self.program_row()]))
-        for m in self.measured:
-            for warning in m.warnings:
-                print(f"\nwarning, {m.name}: {warning}")
+        print("\n" + "\n".join(page_rows(self.pages)))
         print(f"\n{self.verdict()}\n{self.seconds:.0f} s")
 
     def label(self) -> str:
@@ -56,30 +50,23 @@ class Report:
             line += f" ({self.target.name} needs requirements-aot.txt)"
         return line
 
-    def program_row(self) -> str:
-        """Return how many programs a run compiles."""
-        learner = sum(not m.name.startswith("generate") for m in self.measured)
-        seconds = sum(m.seconds for m in self.measured)
-        return (
-            f"programs of a run: {self.programs['rollouts']} of rollouts, at most {self.programs['evaluation']} of "
-            f"evaluation, {learner} of the learner, for each of at most two lengths of its rows; the "
-            f"{len(self.measured)} above took "
-            f"{seconds:.0f} s, one after the other"
-        )
-
     def verdict(self) -> str:
         if self.fit is None:
             return "no device to fit into: dry_run.target=cpu"
-        said = "fits" if self.fit.fits else "does not fit"
+        answer = "fits" if self.fit.fits else "does not fit"
         if self.fit.fits and not self.exact:
-            said = "fits as far as arguments and results go"
-        line = f"{said} {self.target.name}, of whose memory {LARGEST_SHARE:.0%} count ({self.target.source})\n"
+            answer = "fits as far as arguments and results go"
+        line = f"{answer} {self.target.name}, of whose memory {LARGEST_SHARE:.0%} count ({self.target.source})\n"
         line += f"most in '{self.fit.phase}': {self.fit.arithmetic}"
         return line + (f"\nsuggestion: {self.fit.suggestion}" if self.fit.suggestion else "")
 
     def write(self, workdir: str, config: dict[str, object]) -> str:
         """Write dry_run.json to the workdir, which stays free for a run. Return its path."""
         path = os.path.join(workdir, "dry_run.json")
+        phases = [
+            dataclasses.asdict(m) | {"memory": m.memory and m.memory._asdict() | {"total": m.memory.total}}
+            for m in self.measured
+        ]
         content = {
             "target": self.target.name,
             "compiled_for": self.compiled_for.name,
@@ -89,8 +76,7 @@ class Report:
             "seconds": self.seconds,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "pages": dataclasses.asdict(self.pages),
-            "programs": self.programs,
-            "phases": [phase_json(m) for m in self.measured],
+            "phases": phases,
             "versions": versions(),
             "config": config,
         }
@@ -118,29 +104,4 @@ def page_rows(pages: PageCounts) -> list[str]:
     rows.append(row("sequences at once, by pages and slots", [f"{n:,}" for n in pages.at_once]))
     if pages.fitting is not None:
         rows.append(row("the same if pages took what is free", [f"{n:,}" for n in pages.fitting]))
-    return [*rows, *temporary_rows(pages.temporaries)]
-
-
-def temporary_rows(shares: dict[str, float]) -> list[str]:
-    """Return the most temporaries of each kind of program, by `shares` of the pages' bytes."""
-    kinds: dict[str, float] = {}
-    for name, share in shares.items():
-        kind = name.split(",")[0] if name in ("refill", "extension") or "chunk" in name else "others"
-        kinds[kind] = max(share, kinds.get(kind, 0.0))
-    return ["temporaries over these pages: " + ", ".join(f"{k} {v:.3f}" for k, v in kinds.items())] if kinds else []
-
-
-def phase_json(m: CompiledPhase) -> dict[str, object]:
-    memory = m.memory and dataclasses.asdict(m.memory) | {"total": m.memory.total}
-    return {
-        "name": m.name,
-        "seconds": m.seconds,
-        "memory": memory,
-        "warnings": m.warnings,
-        "refused": m.refused,
-        "extended": m.extended,
-    }
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return rows

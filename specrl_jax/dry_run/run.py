@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import sys
 import time
 from typing import NamedTuple
 
@@ -11,12 +12,10 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
 from specrl_jax.data.schemas import AUTO
-from specrl_jax.dry_run.extend import extend
-from specrl_jax.dry_run.fit import judge_memory
-from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
-from specrl_jax.dry_run.pages import count_pages
-from specrl_jax.dry_run.phases import bytes_by_kind, count_programs, find_phases
-from specrl_jax.dry_run.report import Report, say
+from specrl_jax.dry_run.fit import count_pages, judge_memory
+from specrl_jax.dry_run.measure import CompiledPhase, extend, measure
+from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
+from specrl_jax.dry_run.report import Report
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, compiler_of
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
@@ -62,12 +61,11 @@ def dry_run(config: Config, workdir: str) -> Report:
         measured=measured,
         fit=fit,
         pages=count_pages(measured, target, plan),
-        programs=count_programs(plan),
         exact=found.exact,
         seconds=time.perf_counter() - start,
     )
     report.print()
-    say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
+    print(f"written: {report.write(workdir, dataclasses.asdict(config))}", file=sys.stderr)
     return report
 
 
@@ -96,11 +94,11 @@ def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
     measured = []
     for index, phase in enumerate(find_phases(plan)):
         if shallow and phase.unrolled:
-            parts = measure_together([find_phases(s)[index] for s in shallow], exact)
-            measured.append(extend(parts[0], parts[1], times, resident=bytes_by_kind(phase.resident)))
+            few, more = measure([find_phases(s)[index] for s in shallow], exact)
+            measured.append(extend(few, more, times, resident=bytes_by_kind(phase.resident)))
         else:
-            measured.append(measure(phase, exact))
-        say(f"{phase.name}: {measured[-1].seconds:.1f} s")
+            measured += measure([phase], exact)
+        print(f"{phase.name}: {measured[-1].seconds:.1f} s", file=sys.stderr, flush=True)
     return measured
 
 
@@ -114,7 +112,7 @@ def with_layers(plan: Plan, layers: int) -> Plan:
     """Return the same run, with as many pages, and a policy of fewer layers."""
     model = dataclasses.replace(plan.model, layers=layers)
     shallow = make_plan(plan.config, plan.learner_partition.mesh, model)
-    return dataclasses.replace(shallow, limits=plan.limits, most_pages=plan.most_pages, page_bytes=plan.page_bytes)
+    return dataclasses.replace(shallow, limits=plan.limits, page_bytes=plan.page_bytes)
 
 
 def count_devices(config: Config) -> int:

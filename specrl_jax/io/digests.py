@@ -72,7 +72,7 @@ def _sums(x: jax.Array) -> jax.Array:
         bad = jnp.broadcast_to(bad[..., None], words.shape)
     axis, zero = words.ndim - 1, jnp.uint32(0)
     one, two = (_keys(words.shape, seed) for seed in SEEDS)
-    mixed = _mixed(words ^ one)
+    mixed = scramble(words ^ one)
     # One pass over the array: on CPU a reduction of several operands over the last axis is one loop, and several times
     # as fast as one of a single operand.
     *sums, bad = jax.lax.reduce(
@@ -87,7 +87,7 @@ def _sums(x: jax.Array) -> jax.Array:
 def _folded(sums: jax.Array, seed: int) -> jax.Array:
     """Return the sum [] of mixed sums over the remaining axes, the last first."""
     for axis in reversed(range(sums.ndim)):
-        sums = jnp.sum(_mixed(sums ^ _keys(sums.shape, seed)), axis=axis, dtype=jnp.uint32)
+        sums = jnp.sum(scramble(sums ^ _keys(sums.shape, seed)), axis=axis, dtype=jnp.uint32)
     return sums
 
 
@@ -102,12 +102,12 @@ def _words(x: jax.Array) -> jax.Array:
 def _keys(shape: Sequence[int], seed: int) -> jax.Array:
     """Return pseudo-random keys of the places along the last axis, repeated to [shape] uint32."""
     axis = len(shape) - 1
-    keys = _mixed(jax.lax.iota(jnp.uint32, shape[axis]) + jnp.uint32(seed * len(shape) % 2**32))
+    keys = scramble(jax.lax.iota(jnp.uint32, shape[axis]) + jnp.uint32(seed * len(shape) % 2**32))
     # Behind the barrier they are computed once, not again in every row.
     return jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(keys), shape, (axis,))
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def scramble(x: jax.Array) -> jax.Array:
     """Apply the finaliser of MurmurHash3 (Appleby, public domain): a bijection; a bit affects half of the others."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)

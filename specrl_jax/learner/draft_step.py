@@ -148,12 +148,6 @@ def make_draft_step(
 
     weights = step_weights(forward.loss, forward.ttt_steps)
 
-    def weighted_pairs(state: TrainState, rows: Rows) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-        """Return (anchors, pairs, their weights in the loss)."""
-        anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
-        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors=anchors)
-        return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors=anchors)
-
     def loss_sum(
         params: Params,
         state: TrainState,
@@ -162,7 +156,7 @@ def make_draft_step(
         features: Features,
         rows: Rows,
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
-        anchors, pairs, weighted = weighted_pairs(state, rows)
+        anchors, pairs, weighted = _weighted_pairs(forward, state, rows)
         outputs, terms = _terms(
             forward, partition, params, tables=tables, features=features, rows=rows, anchors=anchors
         )
@@ -175,7 +169,7 @@ def make_draft_step(
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
     def count(state: TrainState, rows: Rows) -> jax.Array:
-        return weighted_pairs(state, rows)[2].sum(axis=(1, 2))
+        return _weighted_pairs(forward, state, rows)[2].sum(axis=(1, 2))
 
     def gradient(
         state: TrainState, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
@@ -204,6 +198,15 @@ def make_draft_step(
             apply=jax.jit(apply, donate_argnums=0, out_shardings=(state, alike)),
         ),
     )
+
+
+def _weighted_pairs(
+    forward: DraftForward, state: TrainState, rows: Rows
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Return (anchors, pairs, their weights in the loss)."""
+    anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
+    pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors=anchors)
+    return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors=anchors)
 
 
 def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_predicted: int = 1) -> PredictStep:

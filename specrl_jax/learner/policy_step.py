@@ -4,7 +4,8 @@ Each is a program of one microbatch of rows (learner/batch.py); the host goes ov
 """
 
 import dataclasses
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
 import flax.struct
 import jax
@@ -23,6 +24,8 @@ from specrl_jax.models.lora import LoRA, adapter_specs, attach
 from specrl_jax.models.qwen3.expert_record import differing
 from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
 from specrl_jax.sharding import Partitioner
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +134,7 @@ def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> Logprob
         assert out.logprobs is not None and out.entropy is not None  # rows have targets
         return out.logprobs, out.entropy
 
-    batch = partition.sharding(("batch", "sequence"))
-    params = partition.shardings(forward.specs)
-    return jax.jit(logprobs, in_shardings=(params, batch), out_shardings=batch)
+    return _of_rows(logprobs, forward, partition)
 
 
 def make_unreplayed_step(forward: PolicyForward, partition: Partitioner) -> UnreplayedStep:
@@ -145,9 +146,15 @@ def make_unreplayed_step(forward: PolicyForward, partition: Partitioner) -> Unre
         assert out.logprobs is not None and out.experts is not None  # rows have targets
         return Unreplayed(out.logprobs, differing(rows.experts, out.experts, forward.model))
 
+    return _of_rows(compare, forward, partition)
+
+
+def _of_rows(
+    function: Callable[[Params, Rows], T], forward: PolicyForward, partition: Partitioner
+) -> Jitted[[Params, Rows], T]:
+    """Jit a function of the policy and rows whose results are [B, T]."""
     batch = partition.sharding(("batch", "sequence"))
-    params = partition.shardings(forward.specs)
-    return jax.jit(compare, in_shardings=(params, batch), out_shardings=batch)
+    return jax.jit(function, in_shardings=(partition.shardings(forward.specs), batch), out_shardings=batch)
 
 
 def make_feature_step(forward: PolicyForward, partition: Partitioner) -> FeatureStep:

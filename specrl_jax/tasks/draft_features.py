@@ -56,7 +56,7 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
     made_from = {
         "policy": int(jax.jit(checksum)(weights.policy)),
         "prompts": config.pretrain.answers or config.data.path or config.data.task,
-        "content": _digests(config),
+        "content": text_digests(config),
         "prompt order": 0 if config.pretrain.answers else config.seed,
         "prompt format": [getattr(config.data, x) for x in PROMPT_KEYS],
         "sampling": [config.rollout.temperature, config.rollout.top_k, config.rollout.top_p],
@@ -69,7 +69,7 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
     return FeatureStore(folder, made_from, learner.packing.lone_row_tokens(plan.sequence_tokens))
 
 
-def _digests(config: Config) -> list[str]:
+def text_digests(config: Config) -> list[str]:
     """Return the digest of each file that the texts and their tokens come from: data, then the tokenizer's."""
     if config.pretrain.answers:
         key, paths = "pretrain.answers", [config.pretrain.answers]
@@ -102,14 +102,14 @@ def fill_store(
       InputError: a file that does not fit the run.
     """
     config, pad_id = learner.plan.config, rollout.tokenizer.pad_id
-    wanted, wave = config.pretrain.rollouts, config.grpo.prompts_per_step * config.grpo.group_size
+    count, wave = config.pretrain.rollouts, config.grpo.prompts_per_step * config.grpo.group_size
     seconds = {"generate": 0.0, "features": 0.0}
-    waves = _answers(rollout) if config.pretrain.answers else _responses(rollout, problems, weights, display)
+    waves = answers(rollout) if config.pretrain.answers else _responses(rollout, problems, weights, display)
     display.start_phase("features")
     try:
-        for number, texts in zip(range(-(-wanted // wave)), waves):
-            display.update_phase(len(store), wanted)
-            kept, end = len(store) - number * wave, min(wave, wanted - number * wave)
+        for number, texts in zip(range(-(-count // wave)), waves):
+            display.update_phase(len(store), count)
+            kept, end = len(store) - number * wave, min(wave, count - number * wave)
             if kept >= end:
                 continue
             start = time.perf_counter()
@@ -120,19 +120,13 @@ def fill_store(
             middle = time.perf_counter()
             aux, hidden, normaliser = _read(learner, params, rows_of(tokens, prompt_length, length, pad_id=pad_id))
             row = FeatureRow(
-                tokens,
-                prompt_length,
-                length,
-                environment=environment,
-                aux=aux,
-                hidden=hidden,
-                normaliser=normaliser,
+                tokens, prompt_length, length, environment=environment, aux=aux, hidden=hidden, normaliser=normaliser
             )
             # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
             store.add(FeatureRow(*[x[kept:end] for x in row]))
             seconds["generate"] += middle - start
             seconds["features"] += time.perf_counter() - middle
-            display.update_phase(len(store), wanted)
+            display.update_phase(len(store), count)
     except Stopped:
         raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there") from None
     return seconds
@@ -189,13 +183,13 @@ class TokenizedAnswer(NamedTuple):
     environment: list[bool]  # of the response
 
 
-def _answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
+def answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the file pretrain.answers, in its order and then from its start again."""
     config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
     texts, special = list[TokenizedAnswer](), 0
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
         if row.content.get("tokens") is not None:
-            text = _recorded_text(row, config.data.prompt_key, tokenizer, rollout.plan.model.vocab)
+            text = recorded_text(row, config.data.prompt_key, tokenizer, vocab=rollout.plan.model.vocab)
         else:
             text, is_special = _text(row, config.data, tokenizer)
             special += is_special
@@ -224,7 +218,7 @@ def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[Tokeniz
     return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
 
-def _recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, vocab: int) -> TokenizedAnswer:
+def recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, *, vocab: int) -> TokenizedAnswer:
     """Return the tokens of a row of rollouts, as they were: one that was cut has no end-of-text.
 
     Raises InputError for tokens that are not those of the row's response.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -134,9 +135,8 @@ def train_draft(
     assert learner.draft_step is not None
     tables = learner.read_tables(state.policy.params, state.vocab_map)
     draft = jax.tree.map(jnp.copy, state.draft)
-    log: list[StepMetrics] = [
-        {"step": 0} | held_out_acceptance(learner, rollout, problems, state=state, display=display)
-    ]
+    measure = functools.partial(held_out_acceptance, learner, rollout, problems, display=display)
+    log: list[StepMetrics] = [{"step": 0} | measure(state=state)]
     best, worse = jax.device_get(draft.params), 0
     # Never select a random initialisation.
     best_length = log[0][LENGTH] if config.draft.path else 0.0
@@ -153,8 +153,7 @@ def train_draft(
             continue
         seconds["train"] += time.perf_counter() - start
         start = time.perf_counter()
-        trained = dataclasses.replace(state, draft=draft)
-        log[-1] |= held_out_acceptance(learner, rollout, problems, state=trained, display=display)
+        log[-1] |= measure(state=dataclasses.replace(state, draft=draft))
         seconds["evaluate"] += time.perf_counter() - start
         start = time.perf_counter()
         length = log[-1][LENGTH]

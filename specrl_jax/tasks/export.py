@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config, MeshConfig, PipelineConfig
+from specrl_jax.config.automatic import with_values
 from specrl_jax.core import branch, nested
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
@@ -36,16 +37,9 @@ def local(config: Config) -> tuple[Config, Mesh]:
     The mesh is the run's where its sizes multiply to the devices here, else all devices hold a shard of the parameters.
     """
     # The shortest sequences, one on each device: nothing is generated, so neither slots nor pages must fit.
-    shortest = dataclasses.replace(
-        config.rollout, max_prompt_tokens=1, max_response_tokens=1, num_slots=jax.device_count(), cache_gb=0.0
-    )
-    config = dataclasses.replace(
-        config,
-        pipeline=PipelineConfig(),
-        rollout=shortest,
-        eval=dataclasses.replace(config.eval, max_response_tokens=0),
-        draft=dataclasses.replace(config.draft, budget=0),
-    )
+    shortest = {"rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.cache_gb": 0.0}
+    shortest |= {"rollout.num_slots": jax.device_count(), "eval.max_response_tokens": 0, "draft.budget": 0}
+    config = dataclasses.replace(with_values(config, shortest), pipeline=PipelineConfig())
     try:
         return config, make_mesh(dataclasses.asdict(config.mesh))
     except InputError:  # the run has other devices

@@ -20,7 +20,6 @@ from specrl_jax.config.automatic import left_open
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
-from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.drafts.weights import Weights
@@ -40,7 +39,6 @@ from specrl_jax.workers.messages import (
     ENOUGH,
     Ask,
     RolloutWorkerHello,
-    Welcome,
     WorkerAnswer,
     open_connection,
     own_address,
@@ -68,12 +66,12 @@ def run(config: Config, workdir: str) -> None:
 def work_for_learners(config: Config, workdir: str, stop: threading.Event) -> None:
     """Work for one learner after the other, each the one before started again, until one has ended its run."""
     # Now: a source that changes later is not what this process runs.
-    known = worker_facts(dataclasses.asdict(config), workdir)
+    facts = worker_facts(dataclasses.asdict(config), workdir)
     worker: RolloutWorker | None = None
     while True:
         with connect(workdir, stop) as connection:
             try:
-                introduce(connection, known, workdir)
+                introduce(connection, facts, workdir)
             except (EOFError, OSError):
                 continue
             worker = worker or RolloutWorker(make_worker_rollout(config, workdir), stop)
@@ -105,9 +103,8 @@ def introduce(connection: Connection, known: Mapping[str, object], workdir: str)
     """Say who this is. Raise InputError where the learner refuses."""
     name = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(2)}"
     send(connection, RolloutWorkerHello(json.dumps(known), name, jax.local_device_count()))
-    welcome = receive(connection, Welcome)
-    if welcome.refused:
-        raise InputError(f"the learner of {workdir} refuses this worker: {welcome.refused}")
+    if refused := receive(connection, str):
+        raise InputError(f"the learner of {workdir} refuses this worker: {refused}")
 
 
 def make_worker_rollout(config: Config, workdir: str) -> RolloutEngines:
@@ -176,7 +173,7 @@ class RolloutWorker:
         try:
             return self._generated(ask, until)._replace(weights_seconds=seconds)
         except InputError as error:  # to any worker it would be one
-            return WorkerAnswer(None, 0.0, str(error))
+            return WorkerAnswer(failed=str(error))
         except OSError as error:  # not of the connection, which is only looked at meanwhile
             raise RunFailed(f"{error.filename or 'rollouts'}: {error.strerror or error}") from error
 
@@ -185,11 +182,18 @@ class RolloutWorker:
         engine, later = getattr(self._rollout, ask.engine), ask.later
         if not ask.prompts and not later.prompts:
             engine.compile_all(self._weights, lambda program, seconds: self._stop(0, 0))
-            return WorkerAnswer(None, 0.0, "")
+            return WorkerAnswer()
         earlier = unpack_texts(ask.earlier)
         lookahead = Lookahead(later.prompts, later.ids, earlier)
-        if not ask.prompts:
-            return self._begin(ask, engine, lookahead, until)
+        if not ask.prompts:  # begin those of a later call until the learner says that it is enough, or all are finished
+
+            def enough() -> bool:
+                self._stop(0, 0)
+                return until()
+
+            lengths = self._lengths(ask)
+            finished = engine.begin(self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=lengths)
+            return WorkerAnswer(texts=pack_texts(lookahead.texts, later.ids), finished=finished)
         how: Continuation[Weights] = Continuation(ask.version, dict(earlier), lookahead if later.prompts else None)
         rollouts = engine.generate(
             self._weights,
@@ -200,19 +204,7 @@ class RolloutWorker:
             on_progress=self._stop,
             lengths=self._lengths(ask),
         )
-        return WorkerAnswer(rollouts, 0.0, "", texts=pack_texts(lookahead.texts, later.ids))
-
-    def _begin(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> WorkerAnswer:
-        """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
-
-        def enough() -> bool:
-            self._stop(0, 0)
-            return until()
-
-        finished = engine.begin(
-            self._weights, lookahead, ask.samples, seed=ask.seed, until=enough, lengths=self._lengths(ask)
-        )
-        return WorkerAnswer(None, 0.0, "", texts=pack_texts(lookahead.texts, lookahead.ids), finished=finished)
+        return WorkerAnswer(rollouts, texts=pack_texts(lookahead.texts, later.ids))
 
     def _lengths(self, ask: Ask) -> DraftLengthPolicy:
         """Return the length that the learner says, or this process's controller of the engine."""

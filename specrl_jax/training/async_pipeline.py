@@ -13,17 +13,12 @@ resumed run takes them instead of drawing them from its newer policy, and ends b
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
 
 from specrl_jax import distributed
-from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import Stopped
 from specrl_jax.process_groups import Agreement
-from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.devices import Devices
-from specrl_jax.training.dynamic_sampling import gather_round
-from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.generation import (
     NOTHING_PREFETCHED,
     Newer,
@@ -34,9 +29,8 @@ from specrl_jax.training.generation import (
     never,
 )
 from specrl_jax.training.inflight import WeightUpdates
-from specrl_jax.training.partial import gather_partial_rollouts, local_partial_rollouts
-from specrl_jax.training.pipeline import Draw, GenerateStep, Pipeline, Sync
-from specrl_jax.training.speculation import Speculation
+from specrl_jax.training.pipeline import Pipeline, Sync
+from specrl_jax.training.plan import Plan
 
 
 class _Turn(enum.IntEnum):
@@ -48,11 +42,6 @@ class _Turn(enum.IntEnum):
     BEGIN = 3
 
 
-# (step, policy before an earlier one, until): begins its rollouts until `until` says that it is enough; returns whether
-# all are finished
-Begin = Callable[[int, "Published", Callable[[], bool]], bool]
-
-
 class Async:
     """Generates in a thread, ahead by at most `lag` steps. Its failure is raised where its rollouts are asked for.
 
@@ -60,43 +49,36 @@ class Async:
     weights that of the first one, since all must start the same programs in the same order.
 
     Args:
-      first: the first step to take; its weights are the oldest available.
-      last: the last step to generate for.
+      steps: to take and to generate for; the weights of the first are the oldest available.
       devices: held by the thread, which lends them to evaluations.
-      restored: the rollouts of steps first, first + 1 ... of all processes, from a checkpoint.
-      begin: called while the weights of the next step are not there, to begin its rollouts under those before them.
+      restored: the rollouts of the first of `steps` of all processes, from a checkpoint.
       updates: gives running rollouts newer weights.
-      order: of the processes, as their rollouts follow each other.
-      agree: what the first process of a copy found -> that, in all of its processes.
+      agree: returns the turn of the first process of a copy in all of its processes.
     """
 
     def __init__(
         self,
-        draw: Draw,
-        generate: GenerateStep,
+        generation: RolloutGenerator,
         lag: int,
         *,
-        first: int,
-        last: int,
+        steps: range,
         devices: Devices,
         restored: PrefetchedRollouts = NOTHING_PREFETCHED,
-        begin: Begin | None = None,
         updates: WeightUpdates | None = None,
-        order: Sequence[int] = (0,),
         agree: Broadcast = alone,
     ) -> None:
-        self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
-        self._updates, self._order, self._agree, self._partial = updates, order, agree, restored.left
-        self._lag, self._first, self._last = lag, first, last
+        self._generation, self._lag, self._first, self._last = generation, lag, steps.start, steps.stop - 1
+        self._devices, self._updates, self._agree = devices, updates, agree
+        self._partial = restored.left
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
         self._error: BaseException | None = None
         self._closed = False
         self._changed = devices.changed  # guards the four above
         # Of all processes; the learner's thread only.
-        self._gathered = dict(enumerate(restored.batches, start=first))
-        start = first + len(restored.batches)
-        self._thread = threading.Thread(target=self._run, args=(start,), name="rollouts", daemon=True)
+        self._gathered = dict(zip(steps, restored.batches))
+        to_generate = steps[len(restored.batches) :]
+        self._thread = threading.Thread(target=self._run, args=(to_generate,), name="rollouts", daemon=True)
         self._thread.start()
 
     def draw(self) -> None:
@@ -138,9 +120,7 @@ class Async:
     def _gather(self, step: int) -> RolloutBatch:
         """Return a step's rollouts of all processes; kept until a later step is taken, for a checkpoint before it."""
         if step not in self._gathered:
-            own = distributed.together(lambda: self._own(step))
-            rounds = [gather_round(part, self._order) for part in own.rounds]
-            self._gathered[step] = own._replace(rounds=rounds, left=gather_partial_rollouts(*own.left))
+            self._gathered[step] = self._generation.gather(distributed.together(lambda: self._own(step)))
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:
@@ -152,10 +132,10 @@ class Async:
                 raise self._error
             return self._generated.pop(step)
 
-    def _run(self, first: int) -> None:
+    def _run(self, steps: range) -> None:
         try:
             with self._devices:
-                for step in range(first, self._last + 1):
+                for step in steps:
                     if not self._run_step(step):
                         return
         except BaseException as error:  # raised in the learner's thread
@@ -171,9 +151,9 @@ class Async:
             return False
         first, newer = self._in_flight(step, oldest)
         policy, start = self._policy(first), time.perf_counter()
-        problems = self._draw()
+        problems = self._generation.draw()
         data = time.perf_counter() - start
-        batch = self._generate(step, problems, policy, newer=newer)
+        batch = self._generation.generate(step, problems, policy, newer=newer)
         with self._changed:
             self._generated[step] = batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})
             self._changed.notify_all()
@@ -185,17 +165,17 @@ class Async:
         """
         idle = 0.0
         # Under the weights at hand; before the first step there are none.
-        begin = self._begin if step > self._first else None
+        begins = self._generation.begins_early and step > self._first
         while True:
             start = time.perf_counter()
-            turn = self._turn(oldest, begin is not None)
+            turn = self._turn(oldest, begins)
             if turn == _Turn.CLOSE:
                 return None
             if turn == _Turn.LEND:
                 self._devices.lend()
-            if turn == _Turn.BEGIN and begin is not None and self._begin_early(step, begin):
-                begin = None  # all are finished
-            if turn != _Turn.BEGIN:
+            if turn == _Turn.BEGIN:
+                begins = begins and not self._begin_early(step)
+            else:
                 idle += time.perf_counter() - start
             if turn == _Turn.GENERATE:
                 return idle
@@ -213,11 +193,15 @@ class Async:
             turn = found()
         return self._agree(int(turn))[0]
 
-    def _begin_early(self, step: int, begin: Begin) -> bool:
-        """Begin the rollouts of a step under the weights at hand, until something else is next."""
+    def _begin_early(self, step: int) -> bool:
+        """Begin the rollouts of a step under the weights at hand, until something else is next; return whether all are
+        finished.
+        """
         with self._changed:
             policy = next(iter(self._published.values()))
-        return begin(step, policy, lambda: self._closed or step in self._published or self._devices.waiting > 0)
+        return self._generation.begin(
+            step, policy, lambda: self._closed or step in self._published or self._devices.waiting > 0
+        )
 
     def _in_flight(self, step: int, policy: int) -> tuple[int, Newer]:
         """Return (the policy that the rollouts of a step begin with, what gives them newer ones); `policy` is there."""
@@ -251,13 +235,10 @@ class Async:
 
 
 def make_pipeline(
-    rollout: RolloutEngines,
-    stream: ProblemStream,
-    scorer: Scorer,
+    plan: Plan,
+    generation: RolloutGenerator,
     *,
-    speculation: Speculation,
     first: int,
-    on_progress: Callable[[int, int], None],
     devices: Devices,
     workdir: str,
     restored: PrefetchedRollouts = NOTHING_PREFETCHED,
@@ -265,35 +246,25 @@ def make_pipeline(
     """Build the pipeline of pipeline.mode.
 
     Args:
+      generation: an asynchronous pipeline calls it in its own thread. Stopped, which it may raise, is raised by `take`
+        in every process.
       first: the first step to take.
-      on_progress: of the engine; an asynchronous pipeline calls it in its own thread. Stopped, which it may raise, is
-        raised by `take` in every process.
       devices: held while an asynchronous pipeline generates.
       workdir: in-flight weight updates are written there.
       restored: from a checkpoint.
     """
-    config, groups = rollout.plan.config, rollout.plan.groups
-    partial = local_partial_rollouts(restored.left)
-    generation = RolloutGenerator(
-        rollout, stream, scorer, speculation=speculation, on_progress=on_progress, partial=partial
-    )
-    if config.pipeline.mode == "sync":
-        return Sync(generation.draw, generation.generate, restored.left)
-    update, agree, first_generated = config.pipeline.weight_update, Agreement(groups.own), first + len(restored.batches)
-    updates = (
-        WeightUpdates(workdir, config.pipeline.repeat, first_generated, agree=agree) if update == "inflight" else None
-    )
-    lag, begin = (0, generation.begin) if update == "exact" else (config.pipeline.lag, None)
+    pipeline, steps = plan.config.pipeline, range(first, plan.config.steps + 1)
+    if pipeline.mode == "sync":
+        return Sync(generation, restored.left)
+    agree, updates, exact = Agreement(plan.groups.own), None, pipeline.weight_update == "exact"
+    if pipeline.weight_update == "inflight":
+        updates = WeightUpdates(workdir, pipeline.repeat, first + len(restored.batches), agree=agree)
     return Async(
-        generation.draw,
-        generation.generate,
-        lag,
-        first=first,
-        last=config.steps,
+        generation,
+        0 if exact else pipeline.lag,
+        steps=steps,
         devices=devices,
         restored=restored,
-        begin=begin,
         updates=updates,
-        order=groups.order,
         agree=agree,
     )

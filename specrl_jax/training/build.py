@@ -42,11 +42,7 @@ from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.training.engines import RolloutEngines, make_rollout
-from specrl_jax.training.plan import (
-    Plan,
-    make_plan,
-    open_mesh,
-)
+from specrl_jax.training.plan import Plan, make_plan, open_mesh
 
 # Tasks whose learner has batches of texts, whose rows have lengths of their own.
 OF_TEXTS = ("pretrain", "draft_pretrain")

@@ -59,16 +59,16 @@ def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory:
     `memory`: bytes of an accelerator to compile for, which is not here; 0: unknown. Raises InputError where
     rollout.cache_gb is more than the device has.
     """
-    known = memory or (device_memory() if device in jax.local_devices() else 0)
+    usable = memory or (device_memory() if device in jax.local_devices() else 0)
     if rollout.cache_gb:
-        if known and rollout.cache_gb * GB > known:
+        if usable and rollout.cache_gb * GB > usable:
             raise InputError(
-                f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(known / GB * 100) / 100:g} GB that a "
+                f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(usable / GB * 100) / 100:g} GB that a "
                 "device may take for everything is possible, or 0 for a share of them"
             )
         return round(rollout.cache_gb * GB) // page
     share = CPU_SHARE if device.platform == "cpu" and not memory else ACCELERATOR_SHARE
-    return int(share * known) // page if known else None
+    return int(share * usable) // page if usable else None
 
 
 def with_pages(limits: EngineConfig, most: int | None, page: int, *, section: str = "rollout") -> EngineConfig:

@@ -29,14 +29,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
-from specrl_jax.training.memory import (
-    RUNNING,
-    USABLE,
-    MemoryEstimate,
-    activation_bytes,
-    state_bytes,
-    token_bytes,
-)
+from specrl_jax.training.memory import RUNNING, USABLE, MemoryEstimate, activation_bytes, state_bytes, token_bytes
 from specrl_jax.training.plan import policy_sizes
 
 # The longest response, where the data has solutions: what a policy writes is longer than what people do.
@@ -90,19 +83,16 @@ def fit_policy(config: Config, given: Collection[str]) -> Config:
         {"draft.path": "", "draft.vocab_size": -1, "draft.preset": "", "draft.kind": "auto"},
     )
     reason = ""
-    for changes in attempts:
-        if changes.keys() & set(given):
-            continue
-        candidate = with_values(config, changes)
+    for changes in (changes for changes in attempts if not changes.keys() & set(given)):
         try:
-            check_draft(candidate, model)
+            check_draft(with_values(config, changes), model)
         except InputError as error:
             reason = reason or str(error)
             continue
-        for key, value in changes.items():
-            if value_of(config, key) != value:
-                say(key, value, f"what the config has does not fit this policy ({reason})")
-        return candidate
+        changed = {key: value for key, value in changes.items() if value_of(config, key) != value}
+        for key, value in changed.items():
+            say(key, value, f"what the config has does not fit this policy ({reason})")
+        return with_values(config, changed)
     return config
 
 
@@ -129,10 +119,10 @@ def recorded_values(workdir: str) -> dict[str, object]:
 
 def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
     """Return the config with the open values of the run that it resumes: data and memory may have changed since."""
-    known = {key: recorded[key] for key in left_open(config) if key in recorded}
-    if known:
-        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in known.items())))
-    return with_values(config, known)
+    values = {key: recorded[key] for key in left_open(config) if key in recorded}
+    if values:
+        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in values.items())))
+    return with_values(config, values)
 
 
 def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -> Config:
@@ -161,17 +151,13 @@ def _schemas(config: Config, detects: bool) -> Config:
     d, e = config.data, config.eval
     plain = Schema(d.prompt_key, d.answer_key)
     of_eval = e.schema or (AUTO if detects else d.schema)
-    own = "eval.schema" if e.schema else "data.schema"
-    mistakes = Mistakes()
-    for section, path, names, key in (
-        ("data", d.path, d.schema, "data.schema"),
-        ("eval", e.path, of_eval, own),
-    ):
+    own, mistakes = "eval.schema" if e.schema else "data.schema", Mistakes()
+    for section, path, names, key in (("data", d.path, d.schema, "data.schema"), ("eval", e.path, of_eval, own)):
         paths = split_paths(path, f"{section}.path") if path else []
-        if AUTO not in (wanted := schema_names(names, len(paths), key) if paths else []):
+        if AUTO not in (schemas := schema_names(names, len(paths), key) if paths else []):
             continue
         with mistakes.check():
-            pairs = zip(paths, wanted, strict=True)
+            pairs = zip(paths, schemas, strict=True)
             found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
             config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
     mistakes.refuse()
@@ -187,16 +173,16 @@ def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer
 def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measured: DataSizes) -> Config:
     """Choose lengths, draft, tokens of a pass and sequences decoded at once. Raises InputError where no length fits."""
     steps = {
-        "rollout.max_prompt_tokens": _prompt_length,
-        "draft.kind": _draft_kind,
-        "draft.vocab_size": _draft_vocabulary,
-        "rollout.max_response_tokens": _response_length,
-        "grpo.microbatch_tokens": _microbatch_tokens,
-        "rollout.num_slots": _slots,
+        "rollout.max_prompt_tokens": _Sizing.prompt_length,
+        "draft.kind": _Sizing.draft_kind,
+        "draft.vocab_size": _Sizing.draft_vocabulary,
+        "rollout.max_response_tokens": _Sizing.response_length,
+        "grpo.microbatch_tokens": _Sizing.microbatch_tokens,
+        "rollout.num_slots": _Sizing.slots,
     }
     for key, step in steps.items():
         if value_of(config, key) == AUTOMATIC[key]:
-            value, reason = step(config, model, machine, measured)
+            value, reason = step(_Sizing(config, model, machine, measured))
             config = with_values(config, say(key, value, reason))
     return config
 
@@ -204,159 +190,151 @@ def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measur
 Chosen = tuple[object, str]  # (value, reason)
 
 
-def _prompt_length(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
-    return measured.longest_prompt, f"tokens of the longest of {measured.prompts:,} prompts"
+class _Sizing(NamedTuple):
+    """A config with open sizes, and what they follow from; a method for each key returns its value and the reason."""
 
+    config: Config
+    model: Qwen3Config
+    machine: Machine
+    measured: DataSizes
 
-def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
-    if config.task not in ("train", "draft_pretrain"):
-        return "suffix", f"a new head would have learned nothing when task={config.task} drafts with it"
-    head: dict[str, object] = {"draft.kind": "eagle3", "draft.vocab_size": max(0, config.draft.vocab_size)}
-    with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch_tokens": 1})
-    sizes = _estimate(with_head, model, machine)
-    needed = sizes.state + sizes.weights
-    if needed > USABLE * machine.memory:
-        return "suffix", f"with a head that learns, the weights would take {_gb(needed)} of {_gb(machine.memory)}"
-    layers = make_method(draft_options(with_head.draft), model).model
-    assert layers is not None  # of eagle3
-    return "eagle3", f"a new head on layers {', '.join(map(str, layers.aux_layers))} of {model.layers}"
+    def prompt_length(self) -> Chosen:
+        return self.measured.longest_prompt, f"tokens of the longest of {self.measured.prompts:,} prompts"
 
+    def draft_kind(self) -> Chosen:
+        task, memory = self.config.task, self.machine.memory
+        if task not in ("train", "draft_pretrain"):
+            return "suffix", f"a new head would have learned nothing when task={task} drafts with it"
+        head = {"draft.kind": "eagle3", "draft.vocab_size": max(0, self.config.draft.vocab_size)}
+        with_head = self._with(head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch_tokens": 1})
+        sizes = with_head.estimate()
+        needed = sizes.state + sizes.weights
+        if needed > USABLE * memory:
+            return "suffix", f"with a head that learns, the weights would take {_gb(needed)} of {_gb(memory)}"
+        layers = make_method(draft_options(with_head.config.draft), self.model).model
+        assert layers is not None  # of eagle3
+        return "eagle3", f"a new head on layers {', '.join(map(str, layers.aux_layers))} of {self.model.layers}"
 
-def _draft_vocabulary(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
-    if config.draft.kind != "eagle3":
-        return 0, f"draft.kind={config.draft.kind} has the policy's vocabulary"
-    if config.draft.path or model.vocab < 2 * DRAFT_VOCAB:
-        return 0, "the vocabulary of draft.path" if config.draft.path else f"all {model.vocab:,} ids of the policy"
-    return DRAFT_VOCAB, f"the most frequent of the policy's {model.vocab:,} ids"
+    def draft_vocabulary(self) -> Chosen:
+        draft, vocab = self.config.draft, self.model.vocab
+        if draft.kind != "eagle3":
+            return 0, f"draft.kind={draft.kind} has the policy's vocabulary"
+        if draft.path or vocab < 2 * DRAFT_VOCAB:
+            return 0, "the vocabulary of draft.path" if draft.path else f"all {vocab:,} ids of the policy"
+        return DRAFT_VOCAB, f"the most frequent of the policy's {vocab:,} ids"
 
+    def response_length(self) -> Chosen:
+        prompt, longest, data = self.config.rollout.max_prompt_tokens, self.model.longest, self.measured
+        if (most := longest - prompt) < 1:
+            made_for = f"the policy was made for {longest} tokens, and nothing is left for a response"
+            raise InputError(f"rollout.max_prompt_tokens={prompt}: {made_for}")
+        if data.solutions:
+            length = min(most, -(-SOLUTIONS * data.longest_solution // UNIT) * UNIT)
+            twice = f"{SOLUTIONS} x {data.longest_solution} tokens, the longest of {data.solutions:,} solutions"
+            cut = f"; at most {most} fit the policy" if length == most else ""
+            return length, f"{twice}, in units of {UNIT}{cut}"
+        length, least = min(most, RESPONSE), max(1, self.config.grpo.microbatch_tokens)
+        while length > UNIT:
+            sized = self._with({"rollout.max_response_tokens": length, "grpo.microbatch_tokens": least})
+            if sized.free_slots() >= self.config.grpo.group_size:
+                break
+            length //= 2
+        return length, f"the data has no solutions; {RESPONSE:,}, or less where the policy or the memory is smaller"
 
-def _response_length(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
-    most = model.longest - config.rollout.max_prompt_tokens
-    if most < 1:
-        raise InputError(
-            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: the policy was made for {model.longest} "
-            "tokens, and nothing is left for a response"
+    def microbatch_tokens(self) -> Chosen:
+        g, shards = self.config.grpo, partitioner(self.machine.mesh, LEARNER).num_shards("batch")
+        rows = g.prompts_per_step * g.group_size // g.minibatches
+        if self.config.task == "draft_pretrain":
+            rows = self.config.pretrain.batch_size
+
+        def taken(n: int) -> tuple[float, float]:
+            """Return (bytes of a pass over n tokens, bytes that are free for it)."""
+            sizes = self._with({"grpo.microbatch_tokens": n}).estimate()
+            return sizes.activations, (USABLE * self.machine.memory - (sizes.state + sizes.weights)) / 2
+
+        # A row of the longest on each device, and as often twice that as the memory holds and a minibatch may need.
+        best = shards * self.longest
+        while best < rows * self.longest and taken(2 * best)[0] <= taken(2 * best)[1]:
+            best *= 2
+        used, free = taken(best)
+        warning = "" if used <= free else "; warning: by this estimate even that does not fit"
+        return best, f"tokens of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
+
+    def slots(self) -> Chosen:
+        rollouts, fitting = self.config.grpo.prompts_per_step * self.config.grpo.group_size, self.free_slots()
+        unit = partitioner(self.machine.mesh, ROLLOUT).num_shards("batch")
+        if self.apart:  # batches are split over data and expert
+            unit = self.rollout_devices // self.config.pipeline.tensor
+        slots = min(fitting, rollouts)
+        # Batches that have thinned go on in a quarter and a sixteenth of the rows.
+        slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
+        if fitting >= rollouts:
+            return slots, f"all {rollouts} rollouts of a step at once"
+        return slots, f"sequences of up to {self.longest} tokens in {_gb(self.machine.memory)}, beside the rest"
+
+    def _with(self, values: Mapping[str, object]) -> "_Sizing":
+        return self._replace(config=with_values(self.config, values))
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence."""
+        return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
+
+    @property
+    def apart(self) -> bool:
+        """Return whether some devices only generate."""
+        return bool(self.config.pipeline.rollout_devices)
+
+    @property
+    def rollout_devices(self) -> int:
+        return self.config.pipeline.rollout_devices * jax.process_count() if self.apart else self.machine.mesh.size
+
+    @property
+    def rollout_split(self) -> tuple[int, int]:
+        """Return the devices of a copy of the rollouts' weights: those that split widths, and experts."""
+        p, shape = self.config.pipeline, self.machine.mesh.shape
+        return (p.tensor, p.expert) if self.apart else (shape["tensor"], shape["expert"])
+
+    @property
+    def head(self) -> Head | None:
+        """Return what the draft is priced as; None where it has no weights of its own."""
+        d, vocab = self.config.draft, self.model.vocab
+        if not KINDS[d.kind].has_weights:
+            return None
+        draft_vocab = min(vocab, DRAFT_VOCAB) if d.vocab_size == -1 else d.vocab_size
+        return priced_head(d.kind, self.model, draft_vocab, slots=d.slots, layers=d.layers)
+
+    def free_slots(self) -> int:
+        """Return how many sequences of all devices find pages for their live tokens beside the rest; at least one a
+        copy.
+
+        Siblings hold the pages of their prompt together; beyond them a sequence has a page in part at either end.
+        """
+        r, (tensor, expert) = self.config.rollout, self.rollout_split
+        free = self.estimate().free(self.machine.memory, self.apart)
+        shared = r.max_prompt_tokens / 2 / self.config.grpo.group_size
+        live = min(shared + RUNNING * r.max_response_tokens + r.page_tokens, self.longest)
+        token = token_bytes(self.model, self.head, r.cache_dtype, tensor=tensor)
+        each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token)) * expert
+        return max(each, 1) * max(1, self.rollout_devices // (tensor * expert))
+
+    def estimate(self) -> MemoryEstimate:
+        """Estimate the memory of a device, but for pages of keys and values."""
+        g, policy, head, longest = self.config.grpo, self.config.policy, self.head, self.longest
+        devices, tensor = self.machine.mesh.size, self.machine.mesh.shape["tensor"]
+        drafting = head_parameters(head) if head else 0
+        # Each device has a row of the longest at least.
+        microbatch = g.microbatch_tokens or g.prompts_per_step * g.group_size * (longest / 2) / g.minibatches
+        tokens, dtype = max(microbatch * tensor / devices, longest), policy.compute_dtype
+        kept = activation_bytes(self.model, tokens, longest, remat=policy.remat, dtype=dtype, tensor=tensor)
+        twin = self.config.draft.quantize if KINDS[self.config.draft.kind].twin else "none"
+        own = weight_bytes(self.model, policy.dtype, self.config.rollout.quantize) + twin_bytes(self.model, twin)
+        weights = own + drafting * BYTES[policy.dtype]
+        return MemoryEstimate(
+            state=state_bytes(parameters(self.model), drafting, g.kl_coef > 0) / devices,
+            activations=float(kept),
+            weights=weights / math.prod(self.rollout_split),
         )
-    if measured.solutions:
-        length = min(most, -(-SOLUTIONS * measured.longest_solution // UNIT) * UNIT)
-        return length, (
-            f"{SOLUTIONS} x {measured.longest_solution} tokens, the longest of {measured.solutions:,} solutions, in "
-            f"units of {UNIT}" + (f"; at most {most} fit the policy" if length == most else "")
-        )
-    length = min(most, RESPONSE)
-    while length > UNIT and _fitting(config, model, machine, length) < config.grpo.group_size:
-        length //= 2
-    return length, f"the data has no solutions; {RESPONSE:,}, or less where the policy or the memory is smaller"
-
-
-def _fitting(config: Config, model: Qwen3Config, machine: Machine, length: int) -> int:
-    """Return how many sequences of a response length fit."""
-    values = {"rollout.max_response_tokens": length, "grpo.microbatch_tokens": max(1, config.grpo.microbatch_tokens)}
-    return _free_slots(with_values(config, values), model, machine)
-
-
-def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
-    g, shards, longest = config.grpo, partitioner(machine.mesh, LEARNER).num_shards("batch"), _longest(config)
-    rows = g.prompts_per_step * g.group_size // g.minibatches
-    if config.task == "draft_pretrain":
-        rows = config.pretrain.batch_size
-
-    def taken(n: int) -> tuple[float, float]:
-        """Return (bytes of a pass over n tokens, bytes that are free for it)."""
-        sizes = _estimate(with_values(config, {"grpo.microbatch_tokens": n}), model, machine)
-        return sizes.activations, (USABLE * machine.memory - (sizes.state + sizes.weights)) / 2
-
-    # A row of the longest on each device, and as often twice that as the memory holds and a minibatch may need.
-    best = shards * longest
-    while best < rows * longest and taken(2 * best)[0] <= taken(2 * best)[1]:
-        best *= 2
-    used, free = taken(best)
-    warning = "" if used <= free else "; warning: by this estimate even that does not fit"
-    return best, f"tokens of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
-
-
-def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: DataSizes) -> Chosen:
-    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
-    fitting = _free_slots(config, model, machine)
-    unit = _rollout_shards(config, machine)
-    slots = min(fitting, rollouts)
-    # Batches that have thinned go on in a quarter and a sixteenth of the rows.
-    slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
-    if fitting >= rollouts:
-        return slots, f"all {rollouts} rollouts of a step at once"
-    return slots, f"sequences of up to {_longest(config)} tokens in {_gb(machine.memory)}, beside the rest"
-
-
-def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
-    """Return how many sequences of all devices find pages for their live tokens beside the rest; at least one a copy.
-
-    Siblings hold the pages of their prompt together; beyond them a sequence has a page in part at either end.
-    """
-    r, (tensor, expert) = config.rollout, _rollout_split(config, machine)
-    free = _estimate(config, model, machine).free(machine.memory, _apart(config))
-    shared = r.max_prompt_tokens / 2 / config.grpo.group_size
-    live = min(shared + RUNNING * r.max_response_tokens + r.page_tokens, _longest(config))
-    token = token_bytes(model, _head(config, model), r.cache_dtype, tensor=tensor)
-    each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token)) * expert
-    return max(each, 1) * max(1, _rollout_devices(config, machine) // (tensor * expert))
-
-
-def _rollout_shards(config: Config, machine: Machine) -> int:
-    """Return the shards of the rows of all copies."""
-    if _apart(config):
-        return _rollout_devices(config, machine) // config.pipeline.tensor  # batches are split over data and expert
-    return partitioner(machine.mesh, ROLLOUT).num_shards("batch")
-
-
-def _apart(config: Config) -> bool:
-    return bool(config.pipeline.rollout_devices)
-
-
-def _rollout_devices(config: Config, machine: Machine) -> int:
-    return config.pipeline.rollout_devices * jax.process_count() if _apart(config) else machine.mesh.size
-
-
-def _longest(config: Config) -> int:
-    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-def _rollout_split(config: Config, machine: Machine) -> tuple[int, int]:
-    """Return the devices of one copy of the rollouts' weights: (those that split widths, those that split experts)."""
-    p, shape = config.pipeline, machine.mesh.shape
-    return (p.tensor, p.expert) if _apart(config) else (shape["tensor"], shape["expert"])
-
-
-def _head(config: Config, model: Qwen3Config) -> Head | None:
-    """Return what the draft is priced as; None where it has no weights of its own."""
-    d = config.draft
-    if not KINDS[d.kind].has_weights:
-        return None
-    vocab = min(model.vocab, DRAFT_VOCAB) if d.vocab_size == -1 else d.vocab_size
-    return priced_head(d.kind, model, vocab, slots=d.slots, layers=d.layers)
-
-
-def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> MemoryEstimate:
-    """Estimate the memory of a device, but for pages of keys and values."""
-    r, g, policy, head = config.rollout, config.grpo, config.policy, _head(config, model)
-    own, drafting = parameters(model), head_parameters(head) if head else 0
-    devices, tensor, longest = machine.mesh.size, machine.mesh.shape["tensor"], _longest(config)
-    # Each device has a row of the longest at least.
-    microbatch = g.microbatch_tokens or g.prompts_per_step * g.group_size * (longest / 2) / g.minibatches
-    kept = activation_bytes(
-        model,
-        max(microbatch * tensor / devices, longest),
-        longest,
-        remat=policy.remat,
-        dtype=policy.compute_dtype,
-        tensor=tensor,
-    )
-    twin = config.draft.quantize if KINDS[config.draft.kind].twin else "none"
-    weights = weight_bytes(model, policy.dtype, r.quantize) + twin_bytes(model, twin) + drafting * BYTES[policy.dtype]
-    return MemoryEstimate(
-        state=state_bytes(own, drafting, g.kl_coef > 0) / devices,
-        activations=float(kept),
-        weights=weights / math.prod(_rollout_split(config, machine)),
-    )
 
 
 def _gb(n: float) -> str:

@@ -5,7 +5,8 @@ import itertools
 import queue
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,15 @@ class _Log:
         return self.outcomes[-1] if self.outcomes and self.outcomes[-1].failure else None
 
 
+class Opening(NamedTuple):
+    """The beginning of the conversations about one problem."""
+
+    problem: Problem
+    seed: int
+    prompt: str  # that the policy reads
+    failed: Outcome | None = None  # why they could not begin: their rollouts end with their first turn
+
+
 class Conversations:
     """Implements `decoding.turns.Turns` for G rollouts of each problem, and scores them in the end.
 
@@ -48,10 +58,7 @@ class Conversations:
       workers: of the environment.
       config: its limits.
       format: of what it says.
-      problems: in the order of the engine's prompts.
-      opened: the same with the prompts that the policy reads.
-      failed: outcomes of those that could not begin, by place: their rollouts end with their first turn.
-      seeds: of each problem's conversations.
+      openings: in the order of the engine's prompts.
       samples: rollouts of each problem in a call.
     """
 
@@ -62,18 +69,13 @@ class Conversations:
         tokenizer: Tokenizer,
         *,
         format: TurnFormat,
-        problems: Sequence[Problem],
-        opened: Sequence[Problem],
-        failed: Mapping[int, Outcome],
-        seeds: Sequence[int],
+        openings: Sequence[Opening],
         samples: int,
     ) -> None:
         self._workers, self._config, self._tokenizer, self._format = workers, config, tokenizer, format
-        self._opened = opened
+        self._openings = openings
         self._logs = [
-            _Log(workers.open(row_of(problem), seed), failed.get(place))
-            for place, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
-            for _ in range(samples)
+            _Log(workers.open(row_of(one.problem), one.seed), one.failed) for one in openings for _ in range(samples)
         ]
         self._requests = {log.conversation.session: request for request, log in enumerate(self._logs)}
         self._replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
@@ -129,30 +131,25 @@ class Conversations:
         )
         final = self._final_scores(logs, rollouts, np.flatnonzero(alive), scorer, waiting)
         # Without a reward the number that environments gave says what they do not say themselves.
-        said = final.correct if scorer.names else environment_rewards >= scorer.correct_from
+        is_right = final.correct if scorer.names else environment_rewards >= scorer.correct_from
         failed = [log.failed for log in logs if log.failed]
         first = f"{failed[0].failure}: {failed[0].detail}" if failed else final.first_failure
         return final._replace(
             total=final.total + environment_rewards.astype(np.float32),
             rewards={**final.rewards, self._workers.label: environment_rewards.astype(np.float32)},
-            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, said)], bool),
+            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, is_right)], bool),
             failures=dict(Counter(final.failures) + Counter(one.failure for one in failed)),
             first_failure=first,
             environment=self._columns(logs, rollouts),
         )
 
     def _final_scores(
-        self,
-        logs: Sequence[_Log],
-        rollouts: Rollouts,
-        alive: np.ndarray,
-        scorer: Scorer,
-        waiting: Callable[[], None],
+        self, logs: Sequence[_Log], rollouts: Rollouts, alive: np.ndarray, scorer: Scorer, waiting: Callable[[], None]
     ) -> Scores:
         """Score the last turns of rollouts `alive` by the rewards; the others have 0."""
-        asked = [self._opened[rollouts.prompt_index[row]] for row in alive]
-        contexts = [Context(problem.prompt, problem.row, logs[row].tokens) for row, problem in zip(alive, asked)]
-        last, answers = [logs[row].turns[-1] for row in alive], [problem.answer for problem in asked]
+        asked = [self._openings[rollouts.prompt_index[row]] for row in alive]
+        contexts = [Context(one.prompt, one.problem.row, logs[row].tokens) for row, one in zip(alive, asked)]
+        last, answers = [logs[row].turns[-1] for row in alive], [one.problem.answer for one in asked]
         scores = scorer(last, answers, contexts, waiting)
 
         def of_all(values: np.ndarray, empty: float) -> np.ndarray:
@@ -207,8 +204,8 @@ class Conversations:
 def _is_correct(log: _Log, scored: bool) -> bool:
     if log.failed:
         return False
-    said = log.outcomes[-1].correct
-    return scored if said is None else said
+    stated = log.outcomes[-1].correct
+    return scored if stated is None else stated
 
 
 def begin_conversations(
@@ -234,59 +231,45 @@ def begin_conversations(
     """
     if not config.environment.name:
         return problems, None
-    workers, seed = scorer.environment, f"{config.rollout.seed}:{step}"
+    workers, longest = scorer.environment, config.rollout.max_prompt_tokens
     assert workers is not None, "the config names an environment"
     format = TurnFormat(tokenizer, config.environment.template, config.data.thinking)
     replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
-    seeds = [zlib.crc32(f"{seed}:{problem.prompt}:{problem.answer}".encode()) for problem in problems]
-    sessions = dict[int, int]()
-    for place, (problem, number) in enumerate(zip(problems, seeds)):
-        conversation = workers.open(row_of(problem), number)
-        sessions[conversation.session] = place
+    openings = dict[int, Opening]()  # by session
+    for problem in problems:
+        seed = zlib.crc32(f"{config.rollout.seed}:{step}:{problem.prompt}:{problem.answer}".encode())
+        conversation = workers.open(row_of(problem), seed)
+        openings[conversation.session] = Opening(problem, seed, problem.prompt)
         workers.submit(conversation, "", None, replies=replies)
-    opened, failed, unopened = list(problems), dict[int, Outcome](), len(problems)
+    unopened = len(problems)
     while unopened:
         for reply in received(replies, 1.0):
-            unopened, place = unopened - 1, sessions[reply.session]
-            if reply.outcome.failure:
-                failed[place] = reply.outcome
-            elif reply.outcome.messages:
-                try:
-                    longest = config.rollout.max_prompt_tokens
-                    opened[place] = _with_first_messages(
-                        problems[place], reply.outcome.messages, tokenizer, format, longest
-                    )
-                except InputError as error:
-                    said = f"the first messages of the row {problems[place].prompt[:60]!r}: {error}"
-                    failed[place] = Outcome((), failure="error", detail=said)
+            unopened -= 1
+            opening = openings[reply.session]
+            openings[reply.session] = _opened(opening, reply.outcome, tokenizer, format=format, longest=longest)
         waiting()
-    conversations = Conversations(
-        workers,
-        config.environment,
-        tokenizer,
-        format=format,
-        problems=problems,
-        opened=opened,
-        failed=failed,
-        seeds=seeds,
-        samples=samples,
-    )
-    return opened, conversations
+    opened = list(openings.values())
+    turns = Conversations(workers, config.environment, tokenizer, format=format, openings=opened, samples=samples)
+    return [one.problem._replace(prompt=one.prompt) for one in opened], turns
 
 
-def _with_first_messages(
-    problem: Problem, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, format: TurnFormat, longest: int
-) -> Problem:
-    """Return the problem with the prompt that its environment's first messages make.
+def _opened(opening: Opening, outcome: Outcome, tokenizer: Tokenizer, *, format: TurnFormat, longest: int) -> Opening:
+    """Return an opening with the prompt that its environment's first messages make, or with why it failed.
 
-    Raises InputError where that has no tokens, more than `longest`, or a character or role that the tokenizer lacks.
+    A prompt fails that has no tokens, more than `longest`, or a character or role that the tokenizer lacks.
     """
-    system = [message["content"] for message in problem.messages if message["role"] == "system"]
+    if outcome.failure or not outcome.messages:
+        return opening._replace(failed=outcome if outcome.failure else None)
+    system = [message["content"] for message in opening.problem.messages if message["role"] == "system"]
     data = [text for text in system if literal_spans(text, tokenizer.special)]
-    prompt = format.prompt(messages, data)
-    if not 0 < (length := len(tokenizer.encode(prompt))) <= longest:
-        raise InputError(f"they have {length} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}")
-    return problem._replace(prompt=prompt)
+    try:
+        prompt = format.prompt(outcome.messages, data)
+        if not 0 < (length := len(tokenizer.encode(prompt))) <= longest:
+            raise InputError(f"they have {length} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}")
+    except InputError as error:
+        row = f"the first messages of the row {opening.problem.prompt[:60]!r}"
+        return opening._replace(failed=Outcome((), failure="error", detail=f"{row}: {error}"))
+    return opening._replace(prompt=prompt)
 
 
 def row_of(problem: Problem) -> dict[str, object]:

@@ -33,12 +33,7 @@ GenerateRound = Callable[[list[Problem], int], ScoredRollouts]
 
 
 def sample_rounds(
-    generate: GenerateRound,
-    problems: list[Problem],
-    draw: Callable[[], list[Problem]],
-    *,
-    grpo: GRPOConfig,
-    step: int,
+    generate: GenerateRound, problems: list[Problem], draw: Callable[[], list[Problem]], *, grpo: GRPOConfig, step: int
 ) -> list[ScoredRollouts]:
     """Generate rounds of P groups each, until P groups have reward variance or `grpo.sampling_rounds` are done.
 
@@ -165,22 +160,11 @@ def _merge_columns(
     return {name: np.concatenate([one.get(name, zero) for one, zero in zip(columns, none)]) for name in names}
 
 
-class _Generated(NamedTuple):
-    rollouts: Rollouts
-    scores: Scores
-
-
-def gather_scored(rollouts: Rollouts, scores: Scores, order: Sequence[int]) -> tuple[Rollouts, Scores]:
-    """Return the rollouts and scores of every process, the processes in `order`; the chunk timings are this one's."""
-    gathered = all_gather_objects(_Generated, _Generated(rollouts, scores))
-    parts = [gathered[i] for i in order]
-    together = concatenate([part.rollouts for part in parts])
-    return dataclasses.replace(together, chunks=rollouts.chunks), merge_scores([part.scores for part in parts])
-
-
 def gather_round(own: ScoredRollouts, order: Sequence[int]) -> ScoredRollouts:
-    """Return one round of all processes, in `order`, from this one's part of it. Collective."""
-    rewards, problems = all_gather_objects(np.ndarray, own.rewards), all_gather_objects(list[Problem], own.problems)
-    rollouts, scores = gather_scored(own.rollouts, own.scores, order)
-    together = [problem for i in order for problem in problems[i]]
-    return ScoredRollouts(rollouts, together, scores, rewards=np.concatenate([rewards[i] for i in order]))
+    """Return one round of all processes, in `order`, from this one's part of it; its chunk timings are this one's.
+
+    Collective.
+    """
+    gathered = all_gather_objects(ScoredRollouts, own)
+    merged = merge_rounds([gathered[i] for i in order])
+    return merged._replace(rollouts=dataclasses.replace(merged.rollouts, chunks=own.rollouts.chunks))

@@ -21,7 +21,7 @@ from specrl_jax.training.inference_engine import (
     make_prepare,
     make_rollout_engine,
 )
-from specrl_jax.training.plan import Plan, draft_lengths, evaluation_sampling, training_sampling
+from specrl_jax.training.plan import Plan, draft_lengths, sampling_of
 
 # Seconds that a layer of a program takes to compile, two programs side by side: 0.2 to 0.7 on AMD EPYCs of three kinds;
 # for an H200, Qwen3-8B, on one of them.
@@ -76,32 +76,34 @@ def make_rollout(
     tokenizer = tokenizer or find_tokenizer(config, plan.model.vocab)
     agree = Agreement(plan.groups.own)  # one engine runs at a time
     inference = _inference_config(plan, tokenizer)
-    drafting = functools.partial(_drafting_engine, plan=plan, tokenizer=tokenizer, agree=agree)
-    training = drafting(inference, config.draft.adaptive, lengths)
+    make = functools.partial(make_rollout_engine, plan.model, tokenizer=tokenizer, partition=partition, agree=agree)
+    training = _drafting_engine(make, plan, inference, adaptive=config.draft.adaptive, lengths=lengths)
     training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
-    sampling, longest = evaluation_sampling(config), config.eval.max_response_tokens or training.response_tokens
+    sampling, longest = sampling_of(config, config.eval), config.eval.max_response_tokens or training.response_tokens
     if shares(training.sampling, sampling):
         evaluation = training.sampled_as(sampling, longest)
     else:
         # The longest drafts or none, so its programs are few; what learning needs is not recorded.
         apart = dataclasses.replace(plan.limits, most_kept=0, earlier="", versions=False, records=False)
-        evaluation = drafting(dataclasses.replace(inference, sampling=sampling, limits=apart), False)
+        sampled = dataclasses.replace(inference, sampling=sampling, limits=apart)
+        evaluation = _drafting_engine(make, plan, sampled, adaptive=False, lengths=None)
         evaluation = dataclasses.replace(evaluation, response_tokens=longest)
     plain_limits = dataclasses.replace(plan.limits, groups=0, sequences=0, earlier="", versions=False)
-    plain = make_rollout_engine(
-        plan.model,
-        None,
-        NO_DRAFTER,
-        config=dataclasses.replace(inference, limits=plain_limits),
-        tokenizer=tokenizer,
-        partition=partition,
-        agree=agree,
-    )
+    plain = make(None, NO_DRAFTER, config=dataclasses.replace(inference, limits=plain_limits))
+    # Rollout workers fetch their weights in the parts in which the learner's devices have them.
+    learner, remote = plan.learner_partition, config.pipeline.workers and config.task == "train"
     return RolloutEngines(
         plan=plan,
         config=inference,
         tokenizer=tokenizer,
-        prepare_step=_prepare_step(plan, inference),
+        prepare_step=make_prepare(
+            plan.model,
+            plan.draft,
+            inference,
+            partition=learner if remote else partition,
+            learner=learner,
+            derived=plan.draft_method.derived,
+        ),
         engine=training,
         eval_engine=evaluation,
         greedy_engine=dataclasses.replace(evaluation, greedy=True),
@@ -112,7 +114,7 @@ def make_rollout(
 def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
     config = plan.config
     return InferenceConfig(
-        sampling=training_sampling(config),
+        sampling=sampling_of(config, config.rollout),
         limits=plan.limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
@@ -124,38 +126,17 @@ def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
 
 
 def _drafting_engine(
-    inference: InferenceConfig,
-    adaptive: bool,
-    lengths: tuple[int, ...] | None = None,
-    *,
+    make: Callable[..., Engine],
     plan: Plan,
-    tokenizer: Tokenizer,
-    agree: Agreement,
+    inference: InferenceConfig,
+    *,
+    adaptive: bool,
+    lengths: tuple[int, ...] | None,
 ) -> Engine:
-    draft, partition = plan.config.draft, plan.rollout_partition
-    sizes = DrafterConfig(
-        draft.length, inference.sampling, inference.compute_dtype, partition=partition, argmax=draft.argmax
-    )
+    draft, dtype, partition = plan.config.draft, inference.compute_dtype, plan.rollout_partition
+    sizes = DrafterConfig(draft.length, inference.sampling, dtype, partition=partition, argmax=draft.argmax)
     drafter = plan.draft_method.make_drafter(sizes)
-    return make_rollout_engine(
-        plan.model,
-        plan.draft,
-        drafter,
-        config=inference,
-        tokenizer=tokenizer,
-        partition=partition,
-        lengths=lengths or draft_lengths(drafter.length, adaptive),
-        agree=agree,
-    )
-
-
-def _prepare_step(plan: Plan, inference: InferenceConfig) -> PrepareStep:
-    config, learner = plan.config, plan.learner_partition
-    # Rollout workers fetch their weights in the parts in which the learner's devices have them.
-    made_for = learner if config.pipeline.workers and config.task == "train" else plan.rollout_partition
-    return make_prepare(
-        plan.model, plan.draft, inference, partition=made_for, learner=learner, derived=plan.draft_method.derived
-    )
+    return make(plan.draft, drafter, config=inference, lengths=lengths or draft_lengths(drafter.length, adaptive))
 
 
 def find_tokenizer(config: Config, policy_vocab: int) -> Tokenizer:

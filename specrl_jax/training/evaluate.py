@@ -24,7 +24,7 @@ from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.conversations import begin_conversations
-from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
+from specrl_jax.training.dynamic_sampling import ScoredRollouts, gather_round, score_rollouts
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.metrics import environment_metrics
 from specrl_jax.training.problems import Problems
@@ -56,9 +56,8 @@ class Evaluation(NamedTuple):
         """Return eval/*: accuracy, pass@k and maj@n over all problems, with several sets eval/<set>/* of each; response
         lengths; what their environments did; means of the rewards' parts; the number of responses whose reward failed.
         """
-        stated = [
-            self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)
-        ]
+        answers, n = self.scores.extracted, self.samples
+        stated = [answers[i : i + n] for i in range(0, len(answers), n)]
         row = accuracy_metrics(self.correct, stated, "eval/")
         first = 0
         for name, problems in sets.items() if len(sets) > 1 else ():
@@ -109,56 +108,67 @@ def evaluate(
     Raises:
       NotScored: the reward of every response failed.
     """
-    groups = rollout.plan.groups
-    share = groups.share(len(problems))
-    noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, share.group.start * samples
-    each = samples + engine.greedy
-
-    def generate() -> list[tuple[Rollouts, Scores]]:
-        count = len(problems[share.group]) * each
-        asked, turns = begin_conversations(
-            scorer,
-            rollout.plan.config,
-            rollout.tokenizer,
-            problems=problems[share.group],
-            samples=each,
-            step=0,
-            waiting=lambda: on_progress(0, count),
-        )
-        prompts = [rollout.tokenizer.encode(problem.prompt) for problem in asked]
-        found = engine.generate(
-            weights,
-            prompts,
-            samples,
-            seed=noise,
-            options=CallOptions(first_id=first_id, turns=turns),
-            on_progress=on_progress,
-            lengths=lengths,
-        )
-        own = np.arange(count).reshape(-1, each)[share.within]
-        # The samples of each prompt, then its greedy response if there is one.
-        parts = [part.reshape(-1) for part in np.split(own, [samples], axis=1) if part.size]
-
-        def scored(rows: np.ndarray) -> tuple[Rollouts, Scores]:
-            part, waiting = found.take(rows), functools.partial(on_progress, count, count)
-            scores = score_rollouts(
-                part, asked, rollout.tokenizer, scorer=scorer, while_waiting=waiting, turns=turns, rows=rows
-            )
-            return dataclasses.replace(part, prompt_index=part.prompt_index - share.within.start), scores
-
-        return [scored(rows) for rows in parts]
-
-    generated = distributed.together(generate)
-    gathered = [gather_scored(part, scores, groups.order) for part, scores in generated]
-    (rollouts, scores), *greedy = gathered
-    scores.require_some("evaluation")
-    return Evaluation(
-        problems,
-        samples,
-        scores,
-        rollouts=rollouts,
-        greedy_accuracy=float(greedy[0][1].correct.mean()) if greedy else None,
+    own = functools.partial(
+        _own_answers,
+        rollout,
+        engine,
+        weights,
+        problems=problems,
+        samples=samples,
+        scorer=scorer,
+        on_progress=on_progress,
+        lengths=lengths,
     )
+    order = rollout.plan.groups.order
+    sampled, *greedy = (gather_round(part, order) for part in distributed.together(own))
+    sampled.scores.require_some("evaluation")
+    accuracy = float(greedy[0].scores.correct.mean()) if greedy else None
+    return Evaluation(problems, samples, sampled.scores, rollouts=sampled.rollouts, greedy_accuracy=accuracy)
+
+
+def _own_answers(
+    rollout: RolloutEngines,
+    engine: Engine,
+    weights: Weights,
+    *,
+    problems: Sequence[Problem],
+    samples: int,
+    scorer: Scorer,
+    on_progress: Callable[[int, int], None],
+    lengths: DraftLengthPolicy | None,
+) -> list[ScoredRollouts]:
+    """Return this process's part of the sampled responses, and of the greedy ones where the engine makes them."""
+    share, each = rollout.plan.groups.share(len(problems)), samples + engine.greedy
+    count = len(problems[share.group]) * each
+    asked, turns = begin_conversations(
+        scorer,
+        rollout.plan.config,
+        rollout.tokenizer,
+        problems=problems[share.group],
+        samples=each,
+        step=0,
+        waiting=lambda: on_progress(0, count),
+    )
+    found = engine.generate(
+        weights,
+        [rollout.tokenizer.encode(problem.prompt) for problem in asked],
+        samples,
+        seed=rollout.config.seed + EVAL_SEED_OFFSET,
+        options=CallOptions(first_id=share.group.start * samples, turns=turns),
+        on_progress=on_progress,
+        lengths=lengths,
+    )
+    own = np.arange(count).reshape(-1, each)[share.within]
+    parts = list[ScoredRollouts]()
+    # The samples of each prompt, then its greedy response if there is one.
+    for rows in (part.reshape(-1) for part in np.split(own, [samples], axis=1) if part.size):
+        part, waiting = found.take(rows), functools.partial(on_progress, count, count)
+        scores = score_rollouts(
+            part, asked, rollout.tokenizer, scorer=scorer, while_waiting=waiting, turns=turns, rows=rows
+        )
+        part = dataclasses.replace(part, prompt_index=part.prompt_index - share.within.start)
+        parts.append(ScoredRollouts(part, list(problems[share.own]), scores, rewards=scores.total))
+    return parts
 
 
 def greedy_too(config: Config, step: int) -> bool:
@@ -184,9 +194,7 @@ def evaluation_metrics(
     Args:
       lengths_for: chooses the draft lengths of an engine.
     """
-    config = rollout.plan.config
-
-    clock = PhaseClock(display)
+    config, clock = rollout.plan.config, PhaseClock(display)
     engine = rollout.greedy_engine if greedy_too(config, step) else rollout.eval_engine
     with clock("evaluate"):
         sampled = evaluate(

@@ -1,6 +1,7 @@
 """The rollouts of a step: its problems, their generation, their scores."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,7 +28,13 @@ from specrl_jax.training.dynamic_sampling import (
 )
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.lookahead_buffer import LookaheadBuffer, Upcoming
-from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS, PartialRollouts, enough_groups, split_groups
+from specrl_jax.training.partial import (
+    NO_PARTIAL_ROLLOUTS,
+    PartialRollouts,
+    enough_groups,
+    gather_partial_rollouts,
+    split_groups,
+)
 from specrl_jax.training.prompt_lengths import PromptLengths
 from specrl_jax.training.speculation import Speculation
 
@@ -106,6 +113,7 @@ class RolloutGenerator:
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
         self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
+        self.begins_early = exact  # rollouts of a step may begin under the weights before its own
         self._lookahead: LookaheadBuffer | None = None
         if exact:
             self._lookahead = LookaheadBuffer(
@@ -135,9 +143,7 @@ class RolloutGenerator:
         start, later = time.perf_counter(), self._lookahead.after(step) if self._lookahead else None
 
         def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
-            def own() -> ScoredRollouts:
-                return self._own(step, problems, first_id, policy=policy, newer=newer, later=later)
-
+            own = functools.partial(self._own, step, problems, first_id, policy=policy, newer=newer, later=later)
             # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
             return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
 
@@ -148,6 +154,13 @@ class RolloutGenerator:
             self._partial = self._partial._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
         return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._partial])
+
+    def gather(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return a step's rollouts of all processes, and what each has left, from its own `batch`. Collective."""
+        rounds = batch.rounds
+        if not self._synchronous:
+            rounds = [gather_round(part, self._groups.order) for part in rounds]
+        return batch._replace(rounds=rounds, left=gather_partial_rollouts(*batch.left))
 
     def begin(self, step: int, policy: Published, until: Callable[[], bool]) -> bool:
         """Begin the rollouts of a step under an earlier policy; return whether all are finished.

@@ -89,9 +89,7 @@ def make_prepare(
       learner: of the parameters.
       derived: a draft's weights that are made from the policy's, where `draft` is None.
     """
-
-    def shardings(partition: Partitioner) -> Weights:
-        return weights_shardings(model, draft, derived, quantize=config.quantize, partition=partition)
+    shardings = functools.partial(weights_shardings, model, draft, derived, quantize=config.quantize)
 
     def program(out: Weights) -> PrepareStep:
         def prepare(policy: Params, params: Params | None, vocab_map: jax.Array | None) -> Weights:
@@ -110,30 +108,31 @@ def make_prepare(
 
         return jax.jit(prepare, out_shardings=out, compiler_options=compiler_options(learner.platform))
 
+    final = shardings(partition=partition)
     if learner.mesh == partition.mesh:
-        return program(shardings(partition))
+        return program(final)
     if spans_processes(partition.mesh) and partition.mesh.devices.flat[0] not in learner.mesh.devices:
         # Each process first gets its parts of the copy among its devices that learn.
-        made, staged = program(shardings(learner)), staging_mesh(learner.mesh, partition.mesh)
-        ends = shardings(partitioner(staged, ROLLOUT))
+        made, staged = program(shardings(partition=learner)), staging_mesh(learner.mesh, partition.mesh)
+        ends = shardings(partition=partitioner(staged, ROLLOUT))
         try:
-            halfway = shardings(partitioner(staged, HALFWAY))
+            halfway = shardings(partition=partitioner(staged, HALFWAY))
         except InputError:  # widths that the copies do not divide
             halfway = ends
 
         def prepare_apart(*parts: Any) -> Weights:
-            return move_parts(jax.device_put(jax.device_put(made(*parts), halfway), ends), shardings(partition))
+            return move_parts(jax.device_put(jax.device_put(made(*parts), halfway), ends), final)
 
         return prepare_apart
     if jax.process_count() > 1:
         # One program of all processes, after which each group has a whole copy among its own devices; the part for
         # devices that only generate is moved within the process.
-        everywhere = program(shardings(dataclasses.replace(partition, mesh=learner.mesh)))
-        own = shardings(dataclasses.replace(partition, mesh=group_mesh(learner.mesh)))
-        return lambda *parts: jax.device_put(group_copy(everywhere(*parts), own), shardings(partition))
+        everywhere = program(shardings(partition=dataclasses.replace(partition, mesh=learner.mesh)))
+        own = shardings(partition=dataclasses.replace(partition, mesh=group_mesh(learner.mesh)))
+        return lambda *parts: jax.device_put(group_copy(everywhere(*parts), own), final)
     # Made where the parameters are, split as finely as they are, then moved.
-    made = program(shardings(learner))
-    return lambda *parts: jax.device_put(made(*parts), shardings(partition))
+    made = program(shardings(partition=learner))
+    return lambda *parts: jax.device_put(made(*parts), final)
 
 
 def make_rollout_engine(

@@ -6,21 +6,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from jax.sharding import Mesh
-
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open, with_values
 from specrl_jax.config.validate import validate
 from specrl_jax.data.schemas import AUTO
-from specrl_jax.data.special import PromptText
-from specrl_jax.data.tokenizers import Messages, Tokenizer
+from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
 from specrl_jax.distributed import agree, exchange, is_first_process, refused_together
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import has_begun, try_workdir
 from specrl_jax.learner.batch import least_pass
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training.build import Learner, make_learner, make_packing
 from specrl_jax.training.cache_size import device_memory
 from specrl_jax.training.choices import (
@@ -33,7 +29,7 @@ from specrl_jax.training.choices import (
     resumed,
 )
 from specrl_jax.training.engines import RolloutEngines, find_tokenizer, make_rollout
-from specrl_jax.training.plan import Plan, make_plan, policy_sizes
+from specrl_jax.training.plan import Plan, learner_mesh, make_plan, policy_sizes
 from specrl_jax.training.problems import Problems, load_problems
 from specrl_jax.training.scoring import make_scorer
 
@@ -57,27 +53,11 @@ class RunInputs(NamedTuple):
         return make_learner(self.plan), make_rollout(self.plan, lengths, self.tokenizer)
 
 
-class AnyText:
+class AnyText(CharTokenizer):
     """Stands in for a tokenizer that cannot be read, so that mistakes in the data are found all the same."""
-
-    vocab_size = 256
-    pad_id = 0
-    eos_ids: tuple[int, ...] = (0,)
-    special: tuple[str, ...] = ()
-    control: Mapping[int, str] = {}
-    has_chat_template = False
 
     def encode(self, text: str) -> list[int]:
         return [*text.encode(errors="replace")]
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    def token_bytes(self) -> list[bytes]:
-        return [bytes([i]) for i in range(self.vocab_size)]
-
-    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
-        return PromptText("".join(message["content"] for message in messages))
 
 
 @contextlib.contextmanager
@@ -133,8 +113,7 @@ def with_sizes(
     if not left_open(config):
         return config
     prompts, solutions = problems.texts()
-    measured = measure(prompts, solutions, tokenizer)
-    config = choose_sizes(config, model, machine, measured=measured)
+    config = choose_sizes(config, model, machine, measured=measure(prompts, solutions, tokenizer))
     validate(config)
     return config
 
@@ -151,49 +130,34 @@ def _find(
     ending: contextlib.ExitStack,
 ) -> RunInputs:
     mistakes = Mistakes()
-    mesh: Mesh | None = None
-    model: Qwen3Config | None = None
-    tokenizer: Tokenizer | None = None
-    problems: Problems | None = None
-    scorer: Scorer | None = None
-    with mistakes.check():
-        validate(config)
+    mistakes.attempt(lambda: validate(config))
     is_valid, detects = not mistakes.found, config.data.schema == AUTO
     config = resumed(config, recorded)
-    with mistakes.check():
-        mesh = make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
-    with mistakes.check():
-        model = policy_sizes(config.policy)
-    if model is not None:
-        with mistakes.check():
-            tokenizer = find_tokenizer(config, model.vocab)
-        with mistakes.check():
-            if is_valid and mesh is not None and not left_open(config):
-                make_plan(config, mesh, model)
-            elif is_valid:
-                check_draft(config, model)
-    formats_known = False
-    with mistakes.check():
-        config = choose_formats(config, tokenizer, detects)
-        formats_known = True
+    mesh = mistakes.attempt(lambda: learner_mesh(config))
+    model = mistakes.attempt(lambda: policy_sizes(config.policy))
+    tokenizer = mistakes.attempt(lambda: find_tokenizer(config, model.vocab)) if model else None
+    if model and is_valid and mesh is not None and not left_open(config):
+        mistakes.attempt(lambda: make_plan(config, mesh, model))
+    elif model and is_valid:
+        mistakes.attempt(lambda: check_draft(config, model))
+    formatted = mistakes.attempt(lambda: choose_formats(config, tokenizer, detects))
+    config = formatted or config
     if is_first_process():
-        with mistakes.check():
-            try_workdir(workdir, dataclasses.asdict(config))
+        mistakes.attempt(lambda: try_workdir(workdir, dataclasses.asdict(config)))
         for call in calls:
-            with mistakes.check():
-                if not mistakes.found:
+            if not mistakes.found:
+                with mistakes.check():
                     call(config)
-    with mistakes.check():
+    problems, scorer = None, None
+    if formatted:  # else what the file lacks has been said
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
-        if formats_known:  # else what the file lacks has been said
-            most = SAMPLED if mistakes.found else None
-            problems = load_problems(readable, tokenizer or AnyText(), train, most=most)
-    with mistakes.check():
-        if rewards:
-            rows = problems.first_rows(tokenizer) if problems is not None and tokenizer is not None else []
-            own = problems.own_answers() if problems is not None else []
-            scorer = ending.enter_context(make_scorer(config, rows, own))
+        most = SAMPLED if mistakes.found else None
+        problems = mistakes.attempt(lambda: load_problems(readable, tokenizer or AnyText(), train, most=most))
+    if rewards:
+        with mistakes.check():
+            rows = problems.first_rows(tokenizer) if problems and tokenizer else []
+            scorer = ending.enter_context(make_scorer(config, rows, problems.own_answers() if problems else []))
     mistakes.refuse()
     assert mesh is not None and model is not None and tokenizer is not None and problems is not None
     config = with_sizes(config, model, Machine(mesh, memory), problems=problems, tokenizer=tokenizer)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -25,15 +25,16 @@ from specrl_jax.training.build import Learner, prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
-from specrl_jax.training.generation import NOTHING_PREFETCHED
+from specrl_jax.training.generation import NOTHING_PREFETCHED, RolloutGenerator
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
+from specrl_jax.training.partial import local_partial_rollouts
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import Pipeline, with_rollouts
+from specrl_jax.training.pipeline import with_rollouts
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
 from specrl_jax.training.saving import DueSaves, save_good
 from specrl_jax.training.speedup import comparison_share, speedup_metrics
-from specrl_jax.training.step import StepResult, train_step
+from specrl_jax.training.step import StepParts, StepResult, train_step
 
 
 def training_steps(
@@ -63,14 +64,7 @@ def training_steps(
     """
     scorer.start()
     run = _Run(
-        learner,
-        rollout,
-        problems,
-        scorer=scorer,
-        workdir=workdir,
-        stop=stop,
-        trackers=trackers or Trackers(),
-        evaluates=evaluates,
+        learner, rollout, problems, scorer, workdir, stop=stop, trackers=trackers or Trackers(), evaluates=evaluates
     )
     with run.display, contextlib.ExitStack() as ending:
         try:
@@ -83,7 +77,7 @@ def training_steps(
                     run.show_step(row)
                     yield row
                 run.open_pipeline()
-                ending.callback(run.pipeline.close)
+                ending.callback(run.parts.pipeline.close)
                 while run.step < run.config.steps:
                     yield run.make_step()
         except Stopped:
@@ -97,30 +91,28 @@ def training_steps(
             run.close()
 
 
+@dataclasses.dataclass(eq=False)
 class _Run:
     """A run from its start, fresh or from a checkpoint, to its end: what its steps share."""
 
-    pipeline: Pipeline
+    learner: Learner
+    rollout: RolloutEngines
+    problems: Problems
+    scorer: Scorer
+    workdir: str
+    _: dataclasses.KW_ONLY
+    stop: threading.Event
+    trackers: Trackers
+    evaluates: bool
 
-    def __init__(
-        self,
-        learner: Learner,
-        rollout: RolloutEngines,
-        problems: Problems,
-        *,
-        scorer: Scorer,
-        workdir: str,
-        stop: threading.Event,
-        trackers: Trackers,
-        evaluates: bool,
-    ) -> None:
-        self.evaluates = evaluates
-        self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
-        self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
+    def __post_init__(self) -> None:
+        learner, rollout = self.learner, self.rollout
+        self.config = learner.plan.config
         grpo = self.config.grpo
-        self.stream = problems.stream(1 if grpo.oversample else grpo.prompts_per_step)
-        self.checkpoints = open_checkpoints(self.config, workdir)
-        written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
+        self.stream = self.problems.stream(1 if grpo.oversample else grpo.prompts_per_step)
+        self.checkpoints = open_checkpoints(self.config, self.workdir)
+        with distributed.refused_together():  # before the checkpoint is: a damaged file is found before long work
+            written = read_metrics(self.workdir) if distributed.is_first_process() else []
         self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
         start = start_run(learner, rollout, self.checkpoints, stream=self.stream)
         self.state, self.monitor, self.prefetched = start.state, start.monitor, start.prefetched
@@ -128,14 +120,16 @@ class _Run:
         self.restored, self.step = start.step, start.step or 0
         # Of a step whose metrics are not written yet.
         self.unfinished = start.unfinished
-        if self.unfinished and self.restored is not None and _is_written(written, self.step):
+        is_written = any(row["step"] == self.step for row in written)
+        if self.unfinished and self.restored is not None and distributed.any_process(is_written):
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
         earlier_rows = [row for row in written if self.restored is not None and row["step"] <= self.restored]
         self.performance, self.devices = make_performance(learner), Devices()
-        self.display = Display(self.config.steps, self.step, stop, shown=distributed.is_first_process())
-        trackers.say = self.display.say
-        self.writer = MetricsWriter(workdir, earlier_rows, trackers) if distributed.is_first_process() else Tracker()
+        self.display = Display(self.config.steps, self.step, self.stop, shown=distributed.is_first_process())
+        self.trackers.say = self.display.say
+        first = distributed.is_first_process()
+        self.writer = MetricsWriter(self.workdir, earlier_rows, self.trackers) if first else Tracker()
         learner.programs.on_program = self.display.say_learner_program
         rollout.engine.compiled.beside = True
         # A controller follows the clock in any case; processes that run in lock-step shrink together.
@@ -173,37 +167,35 @@ class _Run:
         # The display belongs to this thread.
         synchronous = self.config.pipeline.mode == "sync"
         on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
-        self.pipeline = make_pipeline(
+        generation = RolloutGenerator(
             self.rollout,
             self.stream,
             self.scorer,
             speculation=self.monitor.speculation,
-            first=self.step + 1,
             on_progress=on_progress,
+            partial=local_partial_rollouts(self.prefetched.left),
+        )
+        pipeline = make_pipeline(
+            self.learner.plan,
+            generation,
+            first=self.step + 1,
             devices=self.devices,
             workdir=self.workdir,
             restored=self.prefetched,
         )
         self.prefetched = NOTHING_PREFETCHED
+        speculation, replay = self.monitor.speculation, self.replay
+        self.parts = StepParts(
+            self.learner, self.rollout, pipeline, speculation=speculation, replay=replay, stop=self.stop
+        )
 
     def make_step(self) -> StepMetrics:
         """Make the next step: train, evaluate, write its row, save. Return the row."""
         step, clock = self.step + 1, PhaseClock(self.display)
-        speculation = self.monitor.speculation
         profiled = step in self.config.logging.profile_steps  # for Perfetto or TensorBoard
         with jax.profiler.trace(os.path.join(self.workdir, "profile")) if profiled else contextlib.nullcontext():
-            self.state, result = train_step(
-                self.learner,
-                self.rollout,
-                self.state,
-                pipeline=self.pipeline,
-                speculation=speculation,
-                replay=self.replay,
-                step=step,
-                clock=clock,
-                stop=self.stop,
-            )
-        self.step, self.position, generated = step, result.position, result.generated
+            self.state, result = train_step(self.parts, self.state, step=step, clock=clock)
+        self.step, self.position, generated = step, result.produced.position, result.generated
         row = self._metrics(result) | {"time/compile": min(clock.compiled(), result.total)}
         if not (self.generation and compiles(row)):
             self.generation = row["time/generate"]
@@ -300,7 +292,7 @@ class _Run:
         """Save the last step. Return why it is not saved, "" if it is; without `wait` not for its next rollouts."""
         if self.step == self.restored:
             return ""
-        if self.position is None or (prefetched := self.pipeline.prefetched(self.step, wait)) is None:
+        if self.position is None or (prefetched := self.parts.pipeline.prefetched(self.step, wait)) is None:
             return f"the rollouts after step {self.step} were under way"
         host = with_rollouts(self.monitor.state(self.position), prefetched)
         host = host._replace(values=host.values | {"files": self.files})
@@ -325,17 +317,6 @@ class _Run:
     def close(self) -> None:
         self.writer.close()
         self.checkpoints.close()
-
-
-def _written_rows(workdir: str) -> list[StepMetrics]:
-    """Return the rows of metrics.jsonl, in the first process. Raises InputError in all where it does there."""
-    with distributed.refused_together():
-        return read_metrics(workdir) if distributed.is_first_process() else []
-
-
-def _is_written(written: Sequence[StepMetrics], step: int) -> bool:
-    """Return whether the first process found the row of a step. Collective."""
-    return distributed.any_process(any(row["step"] == step for row in written))
 
 
 def evaluations_left(step: int, steps: int, every: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -13,17 +12,16 @@ from specrl_jax.core import PHASES, masked_max, masked_mean, stand_in
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
+from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.policy_step import UpdateMetrics
 from specrl_jax.models.moe import balance
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.objectives import kl_estimate
 from specrl_jax.training.build import Learner
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, has_variance
-from specrl_jax.training.partial import PartialRollouts
 from specrl_jax.training.performance import Performance
-from specrl_jax.training.router_replay import Compared
 from specrl_jax.training.step import StepResult
+from specrl_jax.training.update import Updates
 
 
 def step_metrics(result: StepResult, learner: Learner, performance: Performance) -> dict[str, float]:
@@ -32,29 +30,39 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     updates, seconds = result.updates, result.seconds
     varies = has_variance(result.generated.rewards, learner.plan.config.grpo.group_size)
     row: dict[str, float] = {"step": result.step} | {f"time/{name}": seconds[name] for name in PHASES}
-    row |= {"time/total": result.total, "time/exposed_generation": result.waited, "time/idle_rollout": result.idle}
+    row |= {
+        "time/total": result.total,
+        "time/exposed_generation": result.waited,
+        "time/idle_rollout": result.produced.seconds["idle"],
+    }
     row |= reward_metrics(scores, float(1 - varies.mean())) | environment_metrics(rollouts, scores)
-    row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": result.rounds}
+    row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": len(result.produced.rounds)}
     row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
     if rollouts.token_version.size:
         drawn = rollouts.token_version[rollouts.in_response()]
         row |= {"rollout/token_lag": float((result.step - 1 - drawn).mean())}
     if learner.plan.config.grpo.oversample:
         # All processes of a group have what their copy has left.
-        row |= left_metrics([result.left[group[0]] for group in learner.plan.groups.groups])
+        left = [result.produced.left[group[0]] for group in learner.plan.groups.groups]
+        row |= {"rollout/carried": sum(one.carried for one in left)}
+        row |= {"rollout/dropped_tokens": sum(one.dropped for one in left)}
     if learner.plan.config.pipeline.weight_update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, total=result.total)
     row["perf/weights_gb"] = result.weights_bytes / 1e9
-    row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)
-    row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
+    row |= policy_metrics(updates.policy) | draft_metrics(updates, result.replayed) | result.coverage
     if learner.plan.config.draft.replay_updates:
-        row |= replay_metrics(result.replayed)
+        row |= {"draft/replay_updates": len(result.replayed)}
     scored = learner.objective.old_logprobs == "learner"
     logprobs = result.inputs.old_logprobs if scored else updates.logprobs
     behaviour, mask = stand_in(result.batch.behaviour), stand_in(result.batch.rows.mask)
     row |= mismatch_metrics(behaviour, stand_in(logprobs), mask)
-    return row | replay_mismatch_metrics(result.compared)
+    if result.compared is None:
+        return row
+    behaviour, logprobs, differing, mask = (stand_in(x) for x in result.compared)
+    own_experts = mismatch_metrics(behaviour, logprobs, mask)
+    row |= {f"{name}_without_replay": value for name, value in own_experts.items()}
+    return row | {"rollout_vs_learner/differing_experts": float(masked_mean(differing, mask).value())}
 
 
 def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
@@ -95,14 +103,6 @@ def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
         "rollout/response_length_mean": float(rollouts.policy_tokens.mean()),
         "rollout/truncated": float(1 - rollouts.ended.mean()),
         "rollout/parked": int(rollouts.parked.sum()),
-    }
-
-
-def left_metrics(left: Sequence[PartialRollouts]) -> dict[str, int]:
-    """Return what a step has begun and not learned from."""
-    return {
-        "rollout/carried": sum(one.carried for one in left),
-        "rollout/dropped_tokens": sum(one.dropped for one in left),
     }
 
 
@@ -151,29 +151,22 @@ def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
     }
 
 
-def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, float]:
-    """Return draft/* of the updates; nothing where the draft was not updated."""
-    if not updates:
-        return {}
-    return {
-        "draft/loss": float(np.mean([update.loss for update in updates])),
-        "draft/grad_norm": max(float(update.grad_norm) for update in updates),
-        "draft/nonfinite_updates": sum(bool(update.skipped) for update in updates),
-        "draft/seconds": seconds,
-    }
+def draft_metrics(updates: Updates, replayed: list[DraftMetrics]) -> dict[str, float]:
+    """Return draft/* of the updates, of the further ones, and both parts of the cross-entropy; nothing of what was not.
 
-
-def replay_metrics(updates: list[DraftMetrics]) -> dict[str, float]:
-    """Return what the draft's further updates did, which may be none."""
-    losses = {"draft/replay_loss": float(np.mean([update.loss for update in updates]))} if updates else {}
-    return {"draft/replay_updates": len(updates)} | losses
-
-
-def diagnostics_metrics(diagnostics: DraftDiagnostics | None) -> dict[str, float]:
-    """Return the two parts of the draft's cross-entropy, means over its steps, nats per token."""
-    if diagnostics is None:
-        return {}
-    return {"draft/target_entropy": float(diagnostics.target_entropy.mean()), "draft/kl": float(diagnostics.kl.mean())}
+    The parts are means over the draft's steps, in nats per token.
+    """
+    row, draft, parts = dict[str, float](), updates.draft, updates.diagnostics
+    if parts is not None:
+        row |= {"draft/target_entropy": float(parts.target_entropy.mean()), "draft/kl": float(parts.kl.mean())}
+    if draft:
+        row |= {
+            "draft/loss": float(np.mean([update.loss for update in draft])),
+            "draft/grad_norm": max(float(update.grad_norm) for update in draft),
+            "draft/nonfinite_updates": sum(bool(update.skipped) for update in draft),
+            "draft/seconds": updates.draft_seconds,
+        }
+    return row | ({"draft/replay_loss": float(np.mean([one.loss for one in replayed]))} if replayed else {})
 
 
 def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
@@ -194,15 +187,6 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     return row | ({"rollout_vs_learner/probs_pearson": min(xy / math.sqrt(xx * yy), 1.0)} if xx * yy > 0 else {})
 
 
-def replay_mismatch_metrics(compared: Compared | None) -> dict[str, float]:
-    """Return what `mismatch_metrics` would be without policy.router_replay, and the share of experts that differ."""
-    if compared is None:
-        return {}
-    behaviour, logprobs, differing, mask = (stand_in(x) for x in compared)
-    row = {f"{name}_without_replay": value for name, value in mismatch_metrics(behaviour, logprobs, mask).items()}
-    return row | {"rollout_vs_learner/differing_experts": float(masked_mean(differing, mask).value())}
-
-
 def response_texts(rollouts: Rollouts, row: int, tokenizer: Tokenizer) -> list[str]:
     """Return the text of each token of a response; "" for its end-of-text."""
     return token_texts(tokenizer, rollouts.response(row)) + [""] * int(rollouts.eos[row])
@@ -213,7 +197,6 @@ def rollout_samples(
 ) -> list[dict[str, object]]:
     """Return the first `count` rollouts as rows of rollouts/step_N.jsonl."""
     rollouts, problems, scores, _ = generated
-    rows = range(min(count, len(scores.total)))
     return [
         {
             "id": int(rollouts.rollout_id[row]),
@@ -224,17 +207,12 @@ def rollout_samples(
             "logprobs": rollouts.logprobs[row, rollouts.response_part(row)].tolist(),
             "draft_kind": draft_kind,
             "draft_positions": rollouts.draft_positions[row, rollouts.response_part(row)].tolist(),
-            **_environment_tokens(rollouts, row),
+            **({"environment": written.tolist()} if written.any() else {}),
             "reward": float(scores.total[row]),
             "weights_version": int(rollouts.weights_version[row]),
             "draft_version": int(rollouts.draft_version[row]),
             "weights_checksum": int(rollouts.checksum[row]),
         }
-        for row in rows
+        for row in range(min(count, len(scores.total)))
+        for written in [rollouts.environment[row, rollouts.response_part(row)]]  # by an environment
     ]
-
-
-def _environment_tokens(rollouts: Rollouts, row: int) -> dict[str, object]:
-    """Return which tokens of a response an environment wrote; nothing where there are none."""
-    written = rollouts.environment[row, rollouts.response_part(row)]
-    return {"environment": written.tolist()} if written.any() else {}

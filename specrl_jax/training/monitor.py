@@ -4,7 +4,7 @@ Each alarm reads one step's metrics, and is reported once when it begins.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.errors import RunFailed
@@ -23,6 +23,7 @@ SMALL_KL = 1e-3
 # Weight of the newest step in the usual KL.
 PACE = 0.1
 
+NAMES = ("acceptance", "mismatch", "rewards", "equal_groups", "truncated", "entropy", "weights")
 Row = Mapping[str, float]
 
 
@@ -37,85 +38,54 @@ class Alarms:
 
     def observe(self, row: Row) -> tuple[dict[str, float], dict[str, str]]:
         """Return (alarm/* of this step, the message of each alarm that begins)."""
-        found = {name: message for name, find in FINDERS.items() if (message := find(row, self))}
-        self._update(row)
+        found = dict(find_alarms(row, self))
+        self._update(row, usual="mismatch" not in found)
         begun = {name: message for name, message in found.items() if name not in self.on}
         self.on = tuple(found)
-        return {f"alarm/{name}": float(name in found) for name in FINDERS}, begun
+        return {f"alarm/{name}": float(name in found) for name in NAMES}, begun
 
-    def _update(self, row: Row) -> None:
+    def _update(self, row: Row, usual: bool) -> None:
         if self.entropy is None:
             self.entropy = row["policy/entropy"]
         self.growth *= row["policy/weight_growth"]
         now = row["rollout_vs_learner/kl"]
         if self.mismatch is None:
             self.mismatch = now
-        elif not _mismatch(row, self):  # or it would become the usual
+        elif usual:  # or growth would become the usual
             self.mismatch += PACE * (now - self.mismatch)
 
 
-def _acceptance(row: Row, known: Alarms) -> str:
-    # Decided by decoding/alarm.py, which reports why.
-    return "speculation is off apart from probes" if row.get("spec/alarm") else ""
-
-
-def _mismatch(row: Row, known: Alarms) -> str:
-    now, usual = row["rollout_vs_learner/kl"], known.mismatch
-    # NaN is growth too.
-    if usual is None or now <= max(GROWTH * usual, SMALL_KL):
-        return ""
-    return (
-        f"rollouts and learner disagree: rollout_vs_learner/kl {now:.2e} nats, usually {usual:.2e}. Likely causes: "
-        "weights not synchronised, or another dtype, temperature or tokenizer on one side; grpo.correction bounds it"
-    )
-
-
-def _rewards(row: Row, known: Alarms) -> str:
-    share = row["reward/unscored"] / row["rollout/count"]
-    if not row.get("reward/unscored_died") and share <= UNSCORED:
-        return ""
-    return f"{row['reward/unscored']} of {row['rollout/count']} responses were not scored: their reward failed"
-
-
-def _equal(row: Row, known: Alarms) -> str:
-    share = row["reward/equal_groups"]
-    if share < EQUAL:
-        return ""
-    return f"{share:.0%} of the groups have no reward variance, so no gradient: too easy, or too hard"
-
-
-def _truncated(row: Row, known: Alarms) -> str:
-    share = row["rollout/truncated"]
-    return f"{share:.0%} of the responses are cut by rollout.max_response_tokens" if share > TRUNCATED else ""
-
-
-def _entropy(row: Row, known: Alarms) -> str:
+def find_alarms(row: Row, known: Alarms) -> Iterator[tuple[str, str]]:
+    """Yield the name and the message of each alarm that a step's row gives. A value that is not a number rings."""
+    if row.get("spec/alarm"):  # decided by decoding/alarm.py, which reports why
+        yield "acceptance", "speculation is off apart from probes"
+    kl, usual = row["rollout_vs_learner/kl"], known.mismatch
+    if usual is not None and not kl <= max(GROWTH * usual, SMALL_KL):
+        yield (
+            "mismatch",
+            f"rollouts and learner disagree: rollout_vs_learner/kl {kl:.2e} nats, usually {usual:.2e}. Likely causes: "
+            "weights not synchronised, or another dtype, temperature or tokenizer on one side; grpo.correction bounds "
+            "it",
+        )
+    unscored, count = row["reward/unscored"], row["rollout/count"]
+    if row.get("reward/unscored_died") or unscored / count > UNSCORED:
+        yield "rewards", f"{unscored} of {count} responses were not scored: their reward failed"
+    if (equal := row["reward/equal_groups"]) >= EQUAL:
+        why = "so no gradient: too easy, or too hard"
+        yield "equal_groups", f"{equal:.0%} of the groups have no reward variance, {why}"
+    if (cut := row["rollout/truncated"]) > TRUNCATED:
+        yield "truncated", f"{cut:.0%} of the responses are cut by rollout.max_response_tokens"
     now, first = row["policy/entropy"], known.entropy
-    if first is None or now >= ENTROPY * first:
-        return ""
-    return f"entropy fell to {now:.3f} nats a token from {first:.3f}: the policy has stopped exploring"
-
-
-def _weights(row: Row, known: Alarms) -> str:
+    if first is not None and not now >= ENTROPY * first:
+        fell = f"entropy fell to {now:.3f} nats a token from {first:.3f}"
+        yield "entropy", f"{fell}: the policy has stopped exploring"
     growth = known.growth * row["policy/weight_growth"]
-    # NaN is growth too. It does not pass: what the weights knew is gone.
-    if growth <= WEIGHTS:
-        return ""
-    return (
-        f"the policy's weights are {growth:.3g} times as large as at the start: what it knew is lost. "
-        "optimizer.learning_rate is far too large"
-    )
-
-
-FINDERS: dict[str, Callable[[Row, Alarms], str]] = {
-    "acceptance": _acceptance,
-    "mismatch": _mismatch,
-    "rewards": _rewards,
-    "equal_groups": _equal,
-    "truncated": _truncated,
-    "entropy": _entropy,
-    "weights": _weights,
-}
+    if not growth <= WEIGHTS:  # which does not pass: what the weights knew is gone
+        yield (
+            "weights",
+            f"the policy's weights are {growth:.3g} times as large as at the start: what it knew is lost. "
+            "optimizer.learning_rate is far too large",
+        )
 
 
 class Monitor:

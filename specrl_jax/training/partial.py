@@ -77,9 +77,9 @@ def split_groups(
     """Return the first complete groups, their problems, and what is left."""
     complete = np.flatnonzero(found.finished.reshape(-1, group_size).all(axis=1))[:groups]
     others = np.setdiff1d(np.arange(len(problems)), complete)
-    learned, rest = found.take_groups(complete, group_size), found.take_groups(others, group_size)
+    learned, remaining = found.take_groups(complete, group_size), found.take_groups(others, group_size)
     chosen = [problems[i] for i in complete]
     if not carries:
-        return learned, chosen, PartialRollouts([], None, int(rest.response_length.sum()))
-    rest = dataclasses.replace(rest, chunks=())  # their time is this step's
-    return learned, chosen, PartialRollouts([problems[i] for i in others], rest)
+        return learned, chosen, PartialRollouts([], None, int(remaining.response_length.sum()))
+    remaining = dataclasses.replace(remaining, chunks=())  # their time is this step's
+    return learned, chosen, PartialRollouts([problems[i] for i in others], remaining)

@@ -7,8 +7,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
-from specrl_jax.config import Config, PipelineConfig, PolicyConfig
+from specrl_jax.config import Config, EvalConfig, PipelineConfig, PolicyConfig, RolloutConfig
 from specrl_jax.config.automatic import check_chosen
+from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -29,8 +30,6 @@ LENGTHS = (0, 1, 2, 3, 5, 7)
 SHRINK = (4, 16)
 # Tasks that learn from rollouts, or generate as such a run does.
 WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
-# Tasks that generate only.
-WITHOUT_LEARNER = ("evaluate", "benchmark", "generate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Plan:
     rollout_partition: Partitioner  # the learner's devices, or those that only generate, of this process's group
     limits: EngineConfig  # of the engine of this process's group, which trains and evaluates
     groups: ProcessGroups  # that hold one copy of the rollout weights each
-    most_pages: int | None = None  # of a shard; None: no bound
-    page_bytes: int = 0  # of one page on one device
+    page_bytes: int  # of one page on one device
 
     @property
     def draft(self) -> DraftModel | None:
@@ -71,8 +69,8 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     check_chosen(config)
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
-    if config.policy.router_replay and not model.experts:
-        raise InputError("policy.router_replay=True: the policy is no mixture of experts; leave False")
+    replays = config.policy.router_replay and not model.experts
+    Requirement(config)("policy.router_replay", not replays, "the policy is no mixture of experts; leave False")
     groups = _groups(config.pipeline, mesh)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
@@ -87,13 +85,10 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
         rollout_partition=rollout,
         limits=limits,
         groups=groups,
-        most_pages=most,
         page_bytes=page,
     )
     _check_processes(config, groups)
-    _check_workers(config, method)
-    _check_length(plan)
-    _check_vocabulary(plan)
+    _check_draft(plan)
     _check_shards(plan)
     longest = "eval" if config.eval.max_response_tokens > config.rollout.max_response_tokens else "rollout"
     check_cache_length(plan.limits, model, longest)
@@ -101,13 +96,18 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
 
 
 def open_mesh(config: Config) -> Mesh:
-    """Return the learner's mesh over the devices that do not only generate.
+    """Return `learner_mesh`.
 
     Checks the folders of policy and draft first: on a machine without the weights, they are what is missing. Raises
     InputError.
     """
     check_chosen(config)
     make_method(draft_options(config.draft), policy_sizes(config.policy))
+    return learner_mesh(config)
+
+
+def learner_mesh(config: Config) -> Mesh:
+    """Return the learner's mesh. Raise InputError where its sizes do not multiply to the devices."""
     return make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
 
 
@@ -136,16 +136,9 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     )
 
 
-def training_sampling(config: Config) -> Sampling:
-    """Return how training rollouts are sampled."""
-    r = config.rollout
-    return Sampling(r.temperature, r.top_k, r.top_p, rule=r.rule)
-
-
-def evaluation_sampling(config: Config) -> Sampling:
-    """Return how evaluations sample."""
-    e = config.eval
-    return Sampling(e.temperature, e.top_k, e.top_p, rule=config.rollout.rule)
+def sampling_of(config: Config, section: RolloutConfig | EvalConfig) -> Sampling:
+    """Return how training rollouts, or evaluations, are sampled."""
+    return Sampling(section.temperature, section.top_k, section.top_p, rule=config.rollout.rule)
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
@@ -176,7 +169,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
-        most_kept=most_kept(training_sampling(config)) if replays else 0,
+        most_kept=most_kept(sampling_of(config, rollout)) if replays else 0,
         turns=bool(config.environment.name),
         copies_pages=config.environment.pages == "copy",
         budget=draft.budget // num_shards,
@@ -243,55 +236,44 @@ def _group_share(config: Config, n: int) -> Config:
 
 def _check_processes(config: Config, groups: ProcessGroups) -> None:
     """Raise InputError for options that several processes do not support."""
-    g = config.grpo
-    if config.pipeline.mode == "async" and jax.process_count() > 1 and g.sampling_rounds > 1:
-        raise InputError(
-            f"grpo.sampling_rounds={g.sampling_rounds}: several processes would have to ask each other whether to "
-            "generate again, and under pipeline.mode=async they do not wait for each other"
-        )
-    if config.environment.name and len(groups.own) > 1:
-        raise InputError(
-            f"environment.name={config.environment.name}: {len(groups.own)} processes hold a copy of the weights "
-            "together (mesh.tensor, mesh.expert), and would hear of its answers at different times; keep copies within "
-            "a process"
-        )
+    need = Requirement(config)
+    alone = config.pipeline.mode == "sync" or jax.process_count() == 1
+    need(
+        "grpo.sampling_rounds",
+        alone or config.grpo.sampling_rounds == 1,
+        "several processes would have to ask each other whether to generate again, and under pipeline.mode=async they "
+        "do not wait for each other",
+    )
+    need(
+        "environment.name",
+        not config.environment.name or len(groups.own) == 1,
+        f"{len(groups.own)} processes hold a copy of the weights together (mesh.tensor, mesh.expert), and would hear "
+        "of its answers at different times; keep copies within a process",
+    )
 
 
-def _check_workers(config: Config, method: DraftMethod) -> None:
-    """Raise InputError for options that rollout workers do not support."""
-    if not config.pipeline.workers:
+def _check_draft(plan: Plan) -> None:
+    """Raise InputError for options that the draft does not have, and where nothing would choose its vocabulary."""
+    config, d, draft = plan.config, plan.config.draft, plan.draft
+    need = Requirement(config)
+    if config.pipeline.workers:
+        kept = not (plan.draft_method.uses_lookup_cache and d.history)
+        need("draft.history", kept, "earlier rollouts are not sent to workers; set 0")
+    if draft is None:
         return
-    shown = f"pipeline.workers={config.pipeline.workers}"
-    if method.uses_lookup_cache and config.draft.history:
-        raise InputError(
-            f"{shown}: draft.history={config.draft.history}: earlier rollouts are not sent to workers; set 0"
-        )
-
-
-def _check_length(plan: Plan) -> None:
-    """Raise InputError where drafts, or those that are learned, would be longer than the draft can make them."""
-    if plan.draft and plan.config.draft.anchor_stride > 1 and not plan.draft.takes_anchors:
-        raise InputError(
-            f"draft.anchor_stride={plan.config.draft.anchor_stride}: draft.kind={plan.config.draft.kind} drafts behind "
-            "every token in training; leave 1"
-        )
-    most = plan.draft.longest if plan.draft else None
-    for key in ("length", "ttt_steps") if most is not None else ():
-        if (wanted := getattr(plan.config.draft, key)) > most:
-            raise InputError(f"draft.{key}={wanted}: a block of this drafter has {most} drafts")
-
-
-def _check_vocabulary(plan: Plan) -> None:
-    """Raise InputError where nothing would choose the ids of a reduced draft vocabulary."""
-    task, d = plan.config.task, plan.config.draft
+    anchored = d.anchor_stride == 1 or draft.takes_anchors
+    need("draft.anchor_stride", anchored, f"draft.kind={d.kind} drafts behind every token in training; leave 1")
+    for key in ("length", "ttt_steps") if draft.longest is not None else ():
+        within = getattr(d, key) <= draft.longest
+        need(f"draft.{key}", within, f"a block of this drafter has {draft.longest} drafts")
     # What is exported has been chosen: the checkpoint holds it.
-    chooses = task in ("draft_pretrain", "export") or (task == "train" and d.online and d.min_coverage)
-    if plan.draft and not d.path and plan.draft.vocab < plan.model.vocab and not chooses:
-        raise InputError(
-            f"draft.vocab_size={plan.draft.vocab}: which ids those are is found out by task=draft_pretrain, and by "
-            "training with draft.online and draft.min_coverage; give a draft.path, or leave 0, or do without "
-            "(draft.kind=none)"
-        )
+    chooses = config.task in ("draft_pretrain", "export") or (config.task == "train" and d.online and d.min_coverage)
+    need(
+        "draft.vocab_size",
+        d.path or draft.vocab >= plan.model.vocab or chooses,
+        "which ids those are is found out by task=draft_pretrain, and by training with draft.online and "
+        "draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)",
+    )
 
 
 def _check_shards(plan: Plan) -> None:
@@ -303,11 +285,8 @@ def _check_shards(plan: Plan) -> None:
         learner.shardings(plan.draft.specs)
         rollout.shardings(plan.draft.inference_specs)
     if plan.limits.num_slots % rollout.num_shards("batch"):
-        raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {_shown_shards(rollout)}")
+        sizes = " x ".join(f"mesh.{name}={rollout.mesh.shape[name]}" for name in rollout.axes("batch"))
+        raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {sizes}")
     if (budget := plan.config.draft.budget) and not plan.limits.budget:
         shards = rollout.num_shards("batch") * len(plan.groups.groups)
         raise InputError(f"draft.budget={budget}: at least one draft for each of the {shards} shards of sequences")
-
-
-def _shown_shards(partition: Partitioner) -> str:
-    return " x ".join(f"mesh.{name}={partition.mesh.shape[name]}" for name in partition.axes("batch"))

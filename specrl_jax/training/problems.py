@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -63,8 +63,8 @@ class Problems:
     def texts(self) -> tuple[list[str], list[str]]:
         """Return prompts and worked solutions of the validation sets and of the training files."""
         files = [source for source in self.train if not isinstance(source, TaskSource)]
-        known = self.evaluation + [source[i] for source in files for i in range(len(source))]
-        return [problem.prompt for problem in known], [problem.solution for problem in known]
+        problems = self.evaluation + [source[i] for source in files for i in range(len(source))]
+        return [problem.prompt for problem in problems], [problem.solution for problem in problems]
 
     def stream(self, batch_size: int) -> ProblemStream:
         """Return an endless stream of training problems."""
@@ -88,30 +88,29 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
     if config.task == "generate" and (prompts := config.generate.prompts):
         check_prompts([tokenizer.encode(text) for text in prompts], config.rollout.max_prompt_tokens or LONGEST)
         return Problems(config, [], {"generate.prompts": [Problem(text, "", "") for text in prompts]})
-    reports: list[str] = []
-    mistakes, training = Mistakes(), list[Source]()
+    files, mistakes, training = _Files(config, tokenizer, most), Mistakes(), list[Source]()
     with mistakes.check():
-        validation = _validation(config, tokenizer, reports, most)
+        validation = files.validation()
     with mistakes.check():
         if holds_out(config):
-            training, validation = _held_out(config, tokenizer, reports, most)
+            training, validation = files.held_out()
         elif train:
-            training = _training(config, tokenizer, reports, most)
+            training = files.training()
     mistakes.refuse()
     problems = Problems(config, training if train else [], validation)
     if train:
-        reports += _shared_files(config)
-    known = problems.evaluation
-    if len(known) < jax.process_count():
+        files.reports += _shared_files(config)
+    checked = problems.evaluation
+    if len(checked) < jax.process_count():
         raise InputError(
-            f"eval: {len(known)} validation problems; each of the {jax.process_count()} processes takes some"
+            f"eval: {len(checked)} validation problems; each of the {jax.process_count()} processes takes some"
         )
     if train:
         problems.stream(1)  # checks the weights of the files
-        known += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
+        checked += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
     longest = config.rollout.max_prompt_tokens or LONGEST
-    check_prompts([tokenizer.encode(problem.prompt) for problem in known], longest)
-    for line in reports if most is None else ():
+    check_prompts([tokenizer.encode(problem.prompt) for problem in checked], longest)
+    for line in files.reports if most is None else ():
         print(printable(line))
     return problems
 
@@ -137,90 +136,89 @@ def holds_out(config: Config) -> bool:
     return bool(config.data.path and config.eval.holdout and not config.eval.path and not config.eval.task)
 
 
-def _held_out(
-    config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None
-) -> tuple[list[Source], dict[str, list[Problem]]]:
-    """Return training sources without the problems that are held out, evenly spaced in each file, and those."""
-    e, paths = config.eval, split_paths(config.data.path, "data.path")
-    train, validation = list[Source](), dict[str, list[Problem]]()
-    for name, problems in zip(
-        set_names(paths), _read(config, tokenizer, "data", paths=paths, reports=reports, most=most)
-    ):
-        n = min(e.problems, max(1, round(e.holdout * len(problems))))
-        if n >= len(problems):
-            raise InputError(
-                f"eval.holdout={e.holdout}: nothing is left to learn of the {len(problems)} prompts of {name}"
-            )
-        held = {(2 * i + 1) * len(problems) // (2 * n) for i in range(n)}
-        validation[f"{name}_holdout"] = [problems[i] for i in sorted(held)]
-        train.append([problem for i, problem in enumerate(problems) if i not in held])
-        reports.append(f"eval.holdout={e.holdout}: {n:,} of the {len(problems):,} prompts of {name} are validated on")
-    return train, validation
+class _Files:
+    """Reads the files that a config names, and reports what was kept of each.
 
-
-def _training(config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None) -> list[Source]:
-    if not config.data.path:
-        return [TaskSource(config.data.task, "train", config.seed)]
-    return [
-        *_read(config, tokenizer, "data", paths=split_paths(config.data.path, "data.path"), reports=reports, most=most)
-    ]
-
-
-def _validation(config: Config, tokenizer: Tokenizer, reports: list[str], most: int | None) -> dict[str, list[Problem]]:
-    """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task.
-
-    Raises InputError where data.path is given and nothing to validate on.
+    Args:
+      most: rows of each that are read; None: all.
     """
-    e = config.eval
-    if holds_out(config):
-        return {}
-    sets: dict[str, Source]
-    if e.path:
-        paths = split_paths(e.path, "eval.path")
-        sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths=paths, reports=reports, most=most)))
-    elif config.data.path and not e.task:
-        raise InputError(
-            "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a share "
-            "of those prompts"
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, most: int | None) -> None:
+        self._config, self._tokenizer, self._most = config, tokenizer, most
+        self.reports: list[str] = []
+
+    def held_out(self) -> tuple[list[Source], dict[str, list[Problem]]]:
+        """Return training sources without the problems that are held out, evenly spaced in each file, and those."""
+        e, train, validation = self._config.eval, list[Source](), dict[str, list[Problem]]()
+        for name, problems in self._sets("data").items():
+            n = min(e.problems, max(1, round(e.holdout * len(problems))))
+            of = f"the {len(problems):,} prompts of {name}"
+            if n >= len(problems):
+                raise InputError(f"eval.holdout={e.holdout}: nothing is left to learn of {of}")
+            held = {(2 * i + 1) * len(problems) // (2 * n) for i in range(n)}
+            validation[f"{name}_holdout"] = [problems[i] for i in sorted(held)]
+            train.append([problem for i, problem in enumerate(problems) if i not in held])
+            self.reports.append(f"eval.holdout={e.holdout}: {n:,} of {of} are validated on")
+        return train, validation
+
+    def training(self) -> list[Source]:
+        """Return the training files, or the built-in task."""
+        data = self._config.data
+        if not data.path:
+            return [TaskSource(data.task, "train", self._config.seed)]
+        return [*self._read("data", split_paths(data.path, "data.path"))]
+
+    def validation(self) -> dict[str, list[Problem]]:
+        """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task.
+
+        Raises InputError where data.path is given and nothing to validate on.
+        """
+        e, data = self._config.eval, self._config.data
+        sets: Mapping[str, Source]
+        if holds_out(self._config):
+            return {}
+        if e.path:
+            sets = self._sets("eval")
+        elif data.path and not e.task:
+            raise InputError(
+                "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a "
+                "share of those prompts"
+            )
+        else:
+            task, key = (e.task, "eval.task") if e.task else (data.task, "data.task")
+            sets = {task: TaskSource(task, "validation", self._config.seed, key=key)}
+        return {name: [s[i] for i in range(min(e.problems, len(s)))] for name, s in sets.items()}
+
+    def _sets(self, section: str) -> dict[str, list[Problem]]:
+        """Read the files of `section.path` as sets by name."""
+        paths = split_paths(getattr(self._config, section).path, f"{section}.path")
+        return dict(zip(set_names(paths), self._read(section, paths)))
+
+    def _read(self, section: str, paths: Sequence[str]) -> list[list[Problem]]:
+        """Read the problems of files. A training prompt counts once over all files; validation sets stay complete."""
+        config, d, e, validates = self._config, self._config.data, self._config.eval, section == "eval"
+        answers: dict[str, str] | None = None if validates else {}
+        schemas, schema_key = (e.schema, "eval.schema") if validates and e.schema else (d.schema, "data.schema")
+        template, key = (e.template, "eval.template") if validates and e.template else (d.template, "data.template")
+        reader = Reader(
+            self._tokenizer,
+            PromptFormat(template, d.chat == "always", d.system, thinking=d.thinking, key=key),
+            config.rollout.max_prompt_tokens or LONGEST,
+            skip_malformed=d.skip_malformed,
+            skip_long=d.skip_long,
+            key=f"{section}.path",
+            special_tokens=d.special_tokens,
+            tests_fault=_fault_of(config.reward.names),
+            most=self._most,
+            # Only these read more of a row than prompt and answer.
+            other_columns=bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
         )
-    else:
-        task, key = (e.task, "eval.task") if e.task else (config.data.task, "data.task")
-        sets = {task: TaskSource(task, "validation", config.seed, key=key)}
-    return {name: [s[i] for i in range(min(e.problems, len(s)))] for name, s in sets.items()}
-
-
-def _read(
-    config: Config,
-    tokenizer: Tokenizer,
-    section: str,
-    paths: Sequence[str],
-    reports: list[str],
-    most: int | None = None,
-) -> list[list[Problem]]:
-    """Read the problems of each file. A training prompt counts once over all files; validation sets stay complete."""
-    d, e, validates = config.data, config.eval, section == "eval"
-    answers: dict[str, str] | None = None if validates else {}
-    schemas, schema_key = (e.schema, "eval.schema") if validates and e.schema else (d.schema, "data.schema")
-    template, key = (e.template, "eval.template") if validates and e.template else (d.template, "data.template")
-    reader = Reader(
-        tokenizer,
-        PromptFormat(template, d.chat == "always", d.system, thinking=d.thinking, key=key),
-        config.rollout.max_prompt_tokens or LONGEST,
-        skip_malformed=d.skip_malformed,
-        skip_long=d.skip_long,
-        key=f"{section}.path",
-        special_tokens=d.special_tokens,
-        tests_fault=_fault_of(config.reward.names),
-        most=most,
-        # Only these read more of a row than prompt and answer.
-        other_columns=bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
-    )
-    keys, found = Schema(d.prompt_key, d.answer_key), []
-    for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), key=schema_key)):
-        problems, counts = reader.read(path, schema, answers)
-        reports.append(counts.line(path))
-        found.append(problems)
-    return found
+        keys, found = Schema(d.prompt_key, d.answer_key), list[list[Problem]]()
+        for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), key=schema_key)):
+            problems, counts = reader.read(path, schema, answers)
+            self.reports.append(counts.line(path))
+            found.append(problems)
+        return found
 
 
 def _fault_of(rewards: Sequence[str]) -> TestsFault | None:

@@ -43,10 +43,10 @@ class PromptLengths:
 
         One that was not seen yet counts as the median of the others.
         """
-        known = [self._lengths.get(_key(problem)) for problem in problems]
-        seen = [length for length in known if length is not None]
+        lengths = [self._lengths.get(_key(problem)) for problem in problems]
+        seen = [length for length in lengths if length is not None]
         usual = float(np.median(seen)) if seen else 0.0
-        return np.argsort([-(usual if length is None else length) for length in known], kind="stable")
+        return np.argsort([-(usual if length is None else length) for length in lengths], kind="stable")
 
     def seen(self) -> SeenLengths:
         """Return what a checkpoint keeps."""

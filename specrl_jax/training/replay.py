@@ -33,9 +33,10 @@ class Replay:
     def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
         """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
+        packed = Packed(saved.values.get(REPLAY, []), dict(saved.arrays)) if saved else Packed([], {})
         # A run may go on with more devices than packed the rows.
-        texts = [divisible(rows, self._shares, learner.packing) for rows in texts_of(saved)]
-        self._texts = deque(texts, maxlen=self._draft.replay_steps)
+        texts = [divisible(rows, self._shares, learner.packing) for rows in unpack(list[Rows], packed)]
+        self.texts = deque(texts, maxlen=self._draft.replay_steps)
 
     @property
     def _shares(self) -> int:
@@ -44,11 +45,11 @@ class Replay:
 
     def add(self, rows: Rows) -> None:
         """Keep the rows of a step in place of the oldest ones; a later policy chooses its own experts."""
-        self._texts.append(dataclasses.replace(rows, experts=None))
+        self.texts.append(dataclasses.replace(rows, experts=None))
 
     def with_texts(self, host: HostState) -> HostState:
         """Add the texts to what a checkpoint keeps."""
-        return with_packed(host, REPLAY, list(self._texts))
+        return with_packed(host, REPLAY, list(self.texts))
 
     def learn(
         self, state: RunState, step: int, goes_on: Callable[[], bool] | None = None
@@ -59,7 +60,7 @@ class Replay:
         whole, a copy of its draft learns. Without, the draft is donated.
         """
         learner, policy, draft = self._learner, state.policy, state.draft
-        if not self._texts or draft is None:
+        if not self.texts or draft is None:
             return state, []
         assert learner.draft_step is not None
         copies = None  # of the policy's weights: made once there is time for an update
@@ -79,10 +80,10 @@ class Replay:
     def _parts(self, step: int) -> Iterator[Rows]:
         """Yield the rows of each further update: as many as one of the step's own has."""
         shares, seed = self._shares, (self._learner.plan.config.seed, step)
-        chosen = np.random.default_rng(seed).integers(len(self._texts) * shares, size=self._draft.replay_updates)
+        chosen = np.random.default_rng(seed).integers(len(self.texts) * shares, size=self._draft.replay_updates)
         for number in chosen:
             text, share = divmod(int(number), shares)
-            yield jax.tree.map(lambda x, share=share: x[share::shares], self._texts[text])
+            yield jax.tree.map(lambda x, share=share: x[share::shares], self.texts[text])
 
 
 def make_replay(learner: Learner, saved: HostState | None = None) -> Replay | None:
@@ -101,10 +102,3 @@ def divisible(rows: Rows, shares: int, packing: Packing) -> Rows:
 
     kept = rows.kept and KeptTokens(padded(rows.kept.ids, -1), padded(rows.kept.count))
     return dataclasses.replace(jax.tree.map(padded, dataclasses.replace(rows, kept=None)), kept=kept)
-
-
-def texts_of(host: HostState | None) -> list[Rows]:
-    """Return the texts that `with_texts` added, the newest last; none where there are none."""
-    if host is None:
-        return []
-    return unpack(list[Rows], Packed(host.values.get(REPLAY, []), dict(host.arrays)))

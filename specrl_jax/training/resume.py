@@ -16,7 +16,7 @@ from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.generation import NOTHING_PREFETCHED, PrefetchedRollouts
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
-from specrl_jax.training.pipeline import without_rollouts
+from specrl_jax.training.pipeline import rollouts_of
 from specrl_jax.training.replay import Replay, make_replay
 from specrl_jax.training.update import copy_params
 
@@ -31,7 +31,7 @@ def check_files(workdir: str, config: Config, changed: bool) -> None:
     """Refuse to resume with files of data, rewards, environment, policy or tokenizer that were replaced meanwhile.
 
     Compared are size and a digest of each file (above 16 MiB of 64 blocks of 64 KiB), where the key still names the
-    same. A checkpoint of an earlier version does not say them.
+    same.
 
     Args:
       changed: the change is meant; it is printed.
@@ -42,7 +42,7 @@ def check_files(workdir: str, config: Config, changed: bool) -> None:
     step = checkpoints.latest()
     if step is None:
         return
-    before, now = checkpoints.host_values(step).get("files", {}), named_files(dataclasses.asdict(config))
+    before, now = checkpoints.host_values(step)["files"], named_files(dataclasses.asdict(config))
     found = [
         f"{key}: {path} {_change(was.get(path), now[key].get(path))} since step {step}"
         for key, was in before.items()
@@ -79,22 +79,22 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
     plan, steps = learner.plan, learner.plan.config.steps
-    unfinished, prefetched = StepMetrics(step=0), NOTHING_PREFETCHED
-    found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
+    unfinished, prefetched, latest, host = StepMetrics(step=0), NOTHING_PREFETCHED, None, None
+    found = checkpoints.restore_latest(abstract_run_state(learner), _print_once)
     if found is None:
-        state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)
+        state = initial_state(learner)
     else:
         latest, state, host = found
         if latest > steps:
             raise InputError(f"steps={steps}, but the run in this workdir has already done {latest}")
-        prefetched, host = without_rollouts(host)
+        prefetched = rollouts_of(host)
         unfinished = host.values.get("unfinished", {})
         stream.position = prefetched.batches[-1].position if prefetched.batches else host.values["position"]
-        monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
     if plan.config.grpo.kl_coef and state.reference is None:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
+    monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
     return Start(state, latest, monitor, prefetched=prefetched, replay=replay, unfinished=unfinished)
 
 

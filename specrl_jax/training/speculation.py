@@ -78,7 +78,11 @@ class Speculation:
             while self._later and self._later[0].step <= observed:
                 step = self._later.popleft()
                 self._known = step.lengths
-                self._add_to_history(step.rollouts)
+                rollouts = step.rollouts
+                if self.history is not None:
+                    for i in range(len(rollouts.length)):
+                        prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
+                        self.history.add(prompt.tolist(), [rollouts.sequence(i)])
             return self._known, self.history
 
     @property
@@ -157,13 +161,6 @@ class Speculation:
         self.alarm.observe(float(accepted[:positions].sum() / max(verifications, 1)), expected, verifications)
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
-    def _add_to_history(self, rollouts: Rollouts) -> None:
-        if self.history is None:
-            return
-        for i in range(len(rollouts.length)):
-            prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
-            self.history.add(prompt.tolist(), [rollouts.sequence(i)])
-
     def state(self) -> HostState:
         """Return everything that a checkpoint keeps, with all observed steps.
 
@@ -171,15 +168,12 @@ class Speculation:
         """
         with self._lock:
             self.as_of(self._step)
-            return self._state()
-
-    def _state(self) -> HostState:
-        values = {
-            "step": self._step,
-            "controller": self.controller.state() if self.controller else None,
-            "alarm": self.alarm.state() if self.alarm else None,
-        }
-        arrays = self.history.to_arrays() if self.history is not None else {}
+            values = {
+                "step": self._step,
+                "controller": self.controller.state() if self.controller else None,
+                "alarm": self.alarm.state() if self.alarm else None,
+            }
+            arrays = self.history.to_arrays() if self.history is not None else {}
         # orbax cannot save arrays of size 0.
         arrays = arrays if any(x.size for x in arrays.values()) else {}
         return HostState(values, arrays | ({COUNTS: self._vocabulary.counts} if self._vocabulary else {}))
@@ -190,7 +184,7 @@ class Speculation:
         if self.controller and state["controller"]:
             controller = Controller.restore(state["controller"])
             # Costs measured for other shapes do not apply.
-            if _shapes(controller) == _shapes(self.controller):
+            if all(getattr(controller, x) == getattr(self.controller, x) for x in ("lengths", "sizes", "budget")):
                 self.controller = controller
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
@@ -221,10 +215,6 @@ def coupled_acceptance(acceptance: np.ndarray) -> np.ndarray:
     before = np.concatenate([[1.0], acceptance[:-1]])
     each = np.divide(acceptance, before, out=np.zeros(len(acceptance)), where=before > 0)
     return np.cumprod(each / (2 - each))
-
-
-def _shapes(controller: Controller) -> tuple[object, ...]:
-    return controller.lengths, controller.sizes, controller.budget
 
 
 class _Observed(NamedTuple):

@@ -23,24 +23,31 @@ from specrl_jax.sharding import bytes_on_devices
 from specrl_jax.training.build import Learner, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
 from specrl_jax.training.engines import RolloutEngines
-from specrl_jax.training.generation import Published
+from specrl_jax.training.generation import Published, RolloutBatch
 from specrl_jax.training.initial import with_initial_draft
-from specrl_jax.training.partial import PartialRollouts
 from specrl_jax.training.pipeline import Pipeline
 from specrl_jax.training.replay import Replay
-from specrl_jax.training.router_replay import Compared, compare_experts
 from specrl_jax.training.speculation import Speculation
-from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
+from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, copy_params, update
+
+
+class StepParts(NamedTuple):
+    """Parts of a run that its steps share."""
+
+    learner: Learner
+    rollout: RolloutEngines
+    pipeline: Pipeline
+    speculation: Speculation
+    replay: Replay | None
+    stop: threading.Event  # set by a signal
 
 
 class StepResult(NamedTuple):
     """The outcome of one step, on the host."""
 
     step: int
-    generated: ScoredRollouts  # of all rounds and processes
-    rounds: int  # of dynamic sampling
-    position: dict[str, object]  # of the data stream, after the step's problems
-    left: list[PartialRollouts]  # what each process has begun beside them
+    produced: RolloutBatch  # by all processes, round by round
+    generated: ScoredRollouts  # its rounds as one
     training_batch: TrainingBatch
     batch: LearnerBatch
     inputs: LossInputs
@@ -51,25 +58,13 @@ class StepResult(NamedTuple):
     coverage: dict[str, float]  # draft/coverage, where the draft has a vocabulary of its own
     seconds: dict[str, float]  # of the five phases; with an asynchronous pipeline, data and generate of its thread
     waited: float  # seconds that the learner waited for rollouts
-    idle: float  # seconds that the rollout devices waited for weights
     total: float  # seconds, the glue between the phases included
 
 
-def train_step(
-    learner: Learner,
-    rollout: RolloutEngines,
-    state: RunState,
-    *,
-    pipeline: Pipeline,
-    speculation: Speculation,
-    replay: Replay | None,
-    step: int,
-    clock: PhaseClock,
-    stop: threading.Event,
-) -> tuple[RunState, StepResult]:
+def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseClock) -> tuple[RunState, StepResult]:
     """Run one step. Raise Stopped only while `state` is still whole, and NotScored where no response can be scored."""
-    config, replayed = learner.plan.config, list[DraftMetrics]()
-    grpo = config.grpo
+    learner, rollout, pipeline, speculation, replay, stop = parts
+    config, replayed, trains_draft = learner.plan.config, list[DraftMetrics](), speculation.trains_draft(step)
     leave_if(stop)
     with clock("data"):
         pipeline.draw()
@@ -82,50 +77,52 @@ def train_step(
         del published  # in a synchronous run the rollout weights are gone before anything is learned
     leave_if(stop)
     with clock("generate"):
-        if replay and config.draft.replay_idle and speculation.trains_draft(step):
+        if replay and config.draft.replay_idle and trains_draft:
             state, replayed = replay.learn(state, step, functools.partial(_waits, pipeline, step, stop))
         produced = pipeline.take(step)
     leave_if(stop)
     with clock("logprob"):
         generated = merge_rounds(produced.rounds)
         generated.scores.require_some(f"step {step}")
-        training_batch = select_groups(generated, grpo)
+        training_batch = select_groups(generated, config.grpo)
         batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, drawn=learner.tells_drawn)
         inputs = compute_loss_inputs(learner, state, batch)
         compared = compare_experts(learner, state, batch)
     leave_if(stop)
     with clock("train"):
         state, coverage = speculation.update_vocabulary(state, training_batch.rollouts)
-        state, updates = update(learner, state, batch.rows, inputs=inputs, train_draft=speculation.trains_draft(step))
+        state, updates = update(learner, state, batch.rows, inputs=inputs, train_draft=trains_draft)
         if replay:
             replay.add(batch.rows)
-            if speculation.trains_draft(step) and not config.draft.replay_idle:
+            if trains_draft and not config.draft.replay_idle:
                 state, replayed = replay.learn(state, step)
-        if updates.diagnostics is not None and not updates.diagnostics.finite:
-            # No update makes it finite again. The alarm says so (training/speculation.py).
-            state = with_initial_draft(learner, state)
-        if grpo.reference_every and step % grpo.reference_every == 0:
-            state = dataclasses.replace(state, reference=copy_params(state.policy))
-        state = jax.block_until_ready(state)
-    return state, StepResult(
-        step=step,
-        generated=generated,
-        rounds=len(produced.rounds),
-        position=produced.position,
-        left=produced.left,
+        state = jax.block_until_ready(_with_replaced(learner, state, updates, step=step))
+    result = StepResult(
+        step,
+        produced,
+        generated,
         training_batch=training_batch,
         batch=batch,
         inputs=inputs,
         compared=compared,
         updates=updates,
         replayed=replayed,
-        coverage=coverage,
         weights_bytes=weights_bytes,
+        coverage=coverage,
         seconds=clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")},
         waited=clock.seconds["generate"],
-        idle=produced.seconds["idle"],
         total=clock.total(),
     )
+    return state, result
+
+
+def _with_replaced(learner: Learner, state: RunState, updates: Updates, *, step: int) -> RunState:
+    """Return the state with a new draft where the old one is not finite, and a new reference where one is due."""
+    if updates.diagnostics is not None and not updates.diagnostics.finite:
+        # No update makes it finite again. The alarm says so (training/speculation.py).
+        state = with_initial_draft(learner, state)
+    every = learner.plan.config.grpo.reference_every
+    return dataclasses.replace(state, reference=copy_params(state.policy)) if every and step % every == 0 else state
 
 
 def _waits(pipeline: Pipeline, step: int, stop: threading.Event) -> bool:

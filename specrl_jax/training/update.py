@@ -24,6 +24,9 @@ from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner
 
+# Of so many microbatches one is compared: an estimate for an eighth of a forward pass.
+MICROBATCHES_PER_COMPARED = 8
+
 
 class Updates(NamedTuple):
     """The outcome of one step's updates, minibatch by minibatch."""
@@ -33,6 +36,15 @@ class Updates(NamedTuple):
     diagnostics: DraftDiagnostics | None  # on the host, of the draft before these updates; None: no draft with weights
     draft_seconds: float
     logprobs: np.ndarray  # [B, T] float32, nats, each row's by the policy before its first update
+
+
+class Compared(NamedTuple):
+    """Some rows of a step where the policy chooses its experts itself."""
+
+    behaviour: np.ndarray  # [B, T] float32, nats, the rollouts' log-probs
+    logprobs: np.ndarray  # [B, T] float32, nats, the learner's
+    differing: np.ndarray  # [B, T] float32, share of the rollouts' experts that it does not choose
+    mask: np.ndarray  # [B, T] bool
 
 
 def compute_loss_inputs(learner: Learner, state: RunState, batch: LearnerBatch) -> LossInputs:
@@ -66,6 +78,22 @@ def score(learner: Learner, params: Params, rows: Rows) -> np.ndarray:
     return np.concatenate([distributed.to_host(learner.logprob_step(params, part)[0]) for part in parts])
 
 
+def compare_experts(learner: Learner, state: RunState, batch: LearnerBatch) -> Compared | None:
+    """Score one microbatch in MICROBATCHES_PER_COMPARED, of rows that lie apart, with the policy's own experts.
+
+    None where none are replayed.
+    """
+    if batch.rows.experts is None:
+        return None
+    (B, T), params = batch.rows.tokens.shape, learner.merged(state.policy)
+    size = learner.packing.microbatch(T)
+    compared = -(-B // size // MICROBATCHES_PER_COMPARED) * size
+    rows, behaviour = jax.tree.map(lambda x: x[:: B // compared][:compared], (batch.rows, batch.behaviour))
+    found = [learner.unreplayed_step(params, part) for part in learner.microbatches(rows)]
+    logprobs, differing = (np.concatenate([distributed.to_host(x) for x in parts]) for parts in zip(*found))
+    return Compared(behaviour, logprobs, differing, mask=rows.mask)
+
+
 def update(
     learner: Learner, state: RunState, rows: Rows, *, inputs: LossInputs, train_draft: bool
 ) -> tuple[RunState, Updates]:
@@ -83,7 +111,7 @@ def update(
         if draft and i < n and (train_draft or i == 0):
             # The tables are copied before the update, which donates and changes them.
             tables = learner.read_tables(policy.base, state.vocab_map)
-            beside = _DraftBeside(learner, draft, tables, learns=train_draft)
+            beside = DraftBeside(learner, draft, tables, learns=train_draft)
         for j in range(m):
             share = slice(i % n + j * n, None, m * n)
             part = learner.microbatches(jax.tree.map(lambda x, share=share: x[share], (rows, inputs)))
@@ -128,7 +156,7 @@ class _PolicyPasses:
         return outputs.features
 
 
-class _DraftBeside:
+class DraftBeside:
     """The draft beside one update of the policy: it learns from that update's forward, or is evaluated.
 
     Attributes:

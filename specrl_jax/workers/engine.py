@@ -16,16 +16,8 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.training.engines import RolloutEngines
 from specrl_jax.training.speculation import Guarded
-from specrl_jax.workers.messages import (
-    CHOOSES,
-    CHOOSES_ALARMED,
-    Ask,
-    Later,
-    WorkerAnswer,
-    pack_texts,
-    unpack_texts,
-)
-from specrl_jax.workers.pool import END, OnProgress, Others, WorkerPool
+from specrl_jax.workers.messages import CHOOSES, CHOOSES_ALARMED, Ask, Later, WorkerAnswer, pack_texts, unpack_texts
+from specrl_jax.workers.pool import OnProgress, Others, WorkerPool
 from specrl_jax.workers.processes import First, Other
 
 
@@ -33,14 +25,14 @@ from specrl_jax.workers.processes import First, Other
 class RemoteEngine(Engine):
     """Has the limits of the learner's own engine, whose programs are never compiled here."""
 
-    process: First | Other | None = None  # this one, of the learner
-    name: str = ""  # among the worker's
+    _: dataclasses.KW_ONLY
+    process: First | Other  # this one, of the learner
+    name: str  # among the worker's
 
     def worker_metrics(self) -> dict[str, int | float]:
         """Return how many workers there are, with how many devices, and the seconds until they had the weights; of the
         learner's first process.
         """
-        assert self.process is not None
         return self.process.metrics()
 
     def compile_all(
@@ -50,12 +42,13 @@ class RemoteEngine(Engine):
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for the first workers, and let them compile; `on_program` is not called."""
-        assert self.process is not None
-
-        def compile(pool: WorkerPool, on_wait: OnProgress, others: Others) -> None:
-            pool.compile(params, on_wait, others)
-
-        self.process.together(params, compile, self.agree, on_progress=self.agreed(lambda done, total: on_wait()))
+        on_progress = self.agreed(lambda done, total: on_wait())
+        self.process.together(
+            params,
+            lambda pool, on_wait, others: pool.compile(params, on_wait, others),
+            self.agree,
+            on_progress=on_progress,
+        )
 
     def generate(
         self,
@@ -77,7 +70,7 @@ class RemoteEngine(Engine):
         Raises WorkersFailed besides.
         """
         options = options or CallOptions()
-        assert self.process is not None and options.turns is None
+        assert options.turns is None
         check_prompts(prompts, self.config.max_prompt_tokens)
         each, count = samples + self.greedy, len(prompts)
         if not count * samples:
@@ -88,8 +81,8 @@ class RemoteEngine(Engine):
         common = self._ask(samples, seed, lengths)._replace(version=how.version)
 
         def ask(part: np.ndarray, later: Later) -> Ask:
-            rows, asked = group_rows(part, each), chosen(prompts, part)
-            longest = [] if responses is None else [int(responses[row]) for row in rows]
+            rows, asked = group_rows(part, each), tuple(chosen(prompts, part))
+            longest = () if responses is None else tuple(int(responses[row]) for row in rows)
             earlier = pack_texts(how.earlier, ids[rows], later.ids)
             return common._replace(prompts=asked, ids=ids[rows], responses=longest, earlier=earlier, later=later)
 
@@ -125,7 +118,6 @@ class RemoteEngine(Engine):
         Raises:
           WorkersFailed: as `generate`.
         """
-        assert self.process is not None
         common = self._ask(samples, seed, lengths)
 
         def begin(pool: WorkerPool, on_wait: OnProgress, others: Others) -> bool:
@@ -141,7 +133,7 @@ class RemoteEngine(Engine):
     def _ask(self, samples: int, seed: int, lengths: DraftLengthPolicy | None) -> Ask:
         """Return what is asked of all workers alike."""
         drafts = drafts_of(lengths or FixedLength(self.draft_length))
-        return END._replace(engine=self.name, samples=samples, seed=seed, drafts=drafts)
+        return Ask(self.name, samples=samples, seed=seed, drafts=drafts)
 
 
 def deal(count: int, parts: int) -> list[np.ndarray]:
@@ -190,10 +182,9 @@ def with_workers(rollout: RolloutEngines, process: First | Other) -> RolloutEngi
         values = {field.name: getattr(engine, field.name) for field in dataclasses.fields(Engine)}
         return RemoteEngine(**values, process=process, name=name)
 
-    engine = remote("engine")
     return dataclasses.replace(
         rollout,
-        engine=engine,
+        engine=remote("engine"),
         eval_engine=remote("eval_engine"),
         greedy_engine=remote("greedy_engine"),
         plain_engine=remote("plain_engine"),

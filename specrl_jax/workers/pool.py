@@ -12,24 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self
 
-import numpy as np
-
-from specrl_jax.decoding.rollouts import NO_VERSION
 from specrl_jax.distributed import first_difference
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import WorkersFailed
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
-    CHOOSES,
     ENDED,
     ENOUGH,
-    NO_LATER,
-    NO_TEXTS,
     Address,
     Ask,
     Offer,
     RolloutWorkerHello,
-    Welcome,
     WorkerAnswer,
     accept,
     check_key,
@@ -49,19 +42,6 @@ LOOK_SECONDS = 0.5
 ENOUGH_SECONDS = 0.02
 # So many workers that leave with the same rollouts end the run: an error that ends one would end them all.
 MOST_LOST = 3
-END = Ask(
-    ENDED,
-    [],
-    NO_VERSION,
-    prompts=[],
-    samples=0,
-    seed=0,
-    ids=np.zeros(0, np.uint32),
-    drafts=CHOOSES,
-    responses=[],
-    earlier=NO_TEXTS,
-    later=NO_LATER,
-)
 
 OnProgress = Callable[[int, int], None]
 # What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
@@ -99,23 +79,12 @@ class WorkerPool:
       host: of this machine, by which workers reach it.
       workdir: where the address is written.
       wanted: workers that a run waits for before it begins.
-      say: prints a line.
-      patience: seconds without a worker after which the run ends.
     Raises:
       InputError: nothing can listen there.
     """
 
-    def __init__(
-        self,
-        facts: Mapping[str, object],
-        host: str,
-        workdir: str,
-        *,
-        wanted: int,
-        say: Callable[[str], None] = print,
-        patience: float = PATIENCE,
-    ) -> None:
-        self._facts, self._wanted, self._say, self._patience = facts, wanted, say, patience
+    def __init__(self, facts: Mapping[str, object], host: str, workdir: str, *, wanted: int) -> None:
+        self._facts, self._wanted = facts, wanted
         self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
         own, port = self._listener.getsockname()
         self._server = transfer.start_server(own)
@@ -142,17 +111,17 @@ class WorkerPool:
 
     def compile(self, weights: Weights, on_wait: OnProgress, others: Others = list) -> None:
         """Wait for the first workers, and let them compile the training engine."""
-        said = -1
+        shown = -1
 
         def enough() -> bool:
-            nonlocal said
-            if said != len(self._workers) < self._wanted:
-                said = len(self._workers)
-                self._say(f"waiting for rollout workers: {said} of {self._wanted}")
+            nonlocal shown
+            if shown != len(self._workers) < self._wanted:
+                shown = len(self._workers)
+                print(f"waiting for rollout workers: {shown} of {self._wanted}")
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))
-        self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait=on_wait, others=others)
+        self.run(weights, [Ask("engine")] * self._wanted, 0, on_wait=on_wait, others=others)
 
     def run(
         self,
@@ -214,24 +183,19 @@ class WorkerPool:
                     alone = time.monotonic()
                 done = progress()
             on_wait(*done)
-            if time.monotonic() - alone > self._patience:
-                raise WorkersFailed(
-                    f"no rollout worker for {self._patience:g} s; start some with --config.task=rollout"
-                )
+            if time.monotonic() - alone > PATIENCE:
+                raise WorkersFailed(f"no rollout worker for {PATIENCE:g} s; start some with --config.task=rollout")
 
     def _accept(self) -> None:
         while True:
             try:
                 connection = accept(self._listener)
             except OSError:
-                if self._is_closed():
+                if self._closed:
                     return
                 time.sleep(LOOK_SECONDS)
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="rollout worker", daemon=True).start()
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def _serve(self, connection: Connection) -> None:
         """Give one worker its jobs until it, or the run, ends."""
@@ -242,11 +206,11 @@ class WorkerPool:
                     check_key(connection, self._key)
                     hello = receive(connection, RolloutWorkerHello)
                     refused = difference(self._facts, json.loads(hello.facts))
-                    send(connection, Welcome(refused))
+                    send(connection, refused)
             except Exception:  # of a stranger, or of a worker that has left again
                 return
             if refused:
-                self._say(f"rollout worker {hello.name} refused: {refused}")
+                print(f"rollout worker {hello.name} refused: {refused}")
                 return
             self._employ(connection, hello)
 
@@ -257,7 +221,7 @@ class WorkerPool:
         with self._changed:
             self._workers[hello.name] = hello.devices
             self._changed.notify_all()
-        self._say(f"rollout worker {hello.name} is there")
+        print(f"rollout worker {hello.name} is there")
         try:
             while True:
                 job = None  # with its weights
@@ -266,9 +230,9 @@ class WorkerPool:
                     break
                 held = self._work(connection, hello.name, job, held)
             if self._finished:
-                send(connection, END)
+                send(connection, Ask(ENDED))
         except (EOFError, OSError):
-            self._say(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
+            print(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
         except Exception as error:  # in every worker alike
             with self._changed:
                 self._failed = f"rollout worker {hello.name}: {type(error).__name__}: {error}"
@@ -298,14 +262,14 @@ class WorkerPool:
         """
         call, offers = job.call, list[Offer]()
         if call.until():  # what it would have begun stays as it is
-            self._note(job, WorkerAnswer(None, 0.0, ""), name)
+            self._note(job, WorkerAnswer(), name)
             return held
         if held != call.checksum:
             others = call.others()
             if others is None:
                 return held
             offers = [transfer.offer(self._server, call.weights), *others]
-        answer = ask_worker(connection, job.ask._replace(weights=offers), call.until)
+        answer = ask_worker(connection, job.ask._replace(weights=tuple(offers)), call.until)
         with self._changed:
             if offers:
                 earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
@@ -333,7 +297,7 @@ def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> W
     told = False
     while not connection.poll(ENOUGH_SECONDS):
         if not told and (told := until()):
-            send(connection, END._replace(engine=ENOUGH))
+            send(connection, Ask(ENOUGH))
     return receive(connection, WorkerAnswer)
 
 

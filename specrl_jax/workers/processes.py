@@ -216,8 +216,8 @@ def open_workers(config: Config, workdir: str) -> Iterator[First | Other]:
         with distributed.refused_together():
             process: First | Other
             if distributed.is_first_process():
-                known = worker_facts(dataclasses.asdict(config), workdir)
-                process = First(ending.enter_context(WorkerPool(known, host, workdir, wanted=wanted)), connections)
+                facts = worker_facts(dataclasses.asdict(config), workdir)
+                process = First(ending.enter_context(WorkerPool(facts, host, workdir, wanted=wanted)), connections)
             else:
                 process = Other(*connections)
         yield process

@@ -104,9 +104,9 @@ def fetch(
     _wait([part for parts in pulled for part in parts], on_wait)
     found: list[dict[Bounds, jax.Array]] = [{} for _ in kinds]
     for offer, parts in zip(offers, pulled, strict=True):
-        rest = iter(parts)
+        remaining = iter(parts)
         for places, leaf in zip(found, offer.leaves, strict=True):
-            places |= {part: next(rest) for part in leaf.parts}
+            places |= {part: next(remaining) for part in leaf.parts}
     leaves = [
         _assemble(leaf, sharding, holding, dict(sorted(places.items())))
         for leaf, sharding, holding, places in zip(offers[0].leaves, kinds, holders, found, strict=True)
@@ -116,12 +116,12 @@ def fetch(
 
 def _pull(connect: Callable[[str], "TransferConnection"], offer: Offer, holders: Sequence[Holders]) -> Sequence[Any]:
     """Begin to fetch what a process offers; return its parts in the order of the offer, which a transfer keeps."""
-    wanted = [
+    shapes = [
         jax.ShapeDtypeStruct(_size(part), np.dtype(leaf.dtype), sharding=SingleDeviceSharding(_first(part, holding)))
         for leaf, holding in zip(offer.leaves, holders, strict=True)
         for part in leaf.parts
     ]
-    return connect(offer.address).pull(offer.number, wanted) if wanted else []
+    return connect(offer.address).pull(offer.number, shapes) if shapes else []
 
 
 def _wait(parts: Sequence[Any], on_wait: Callable[[], None]) -> None:

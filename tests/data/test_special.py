@@ -200,7 +200,7 @@ def answers(path, tokenizer, special_tokens="text"):
     plan = types.SimpleNamespace(config=config, sequence_tokens=400)
     sampling = types.SimpleNamespace(limits=limits)
     rollout = types.SimpleNamespace(plan=plan, tokenizer=tokenizer, config=sampling)
-    tokens, prompts, lengths, _ = next(draft_features._answers(rollout))()
+    tokens, prompts, lengths, _ = next(draft_features.answers(rollout))()
     return [(row[:p].tolist(), row[p:n].tolist()) for row, p, n in zip(tokens, prompts, lengths)]
 
 

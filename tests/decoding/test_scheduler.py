@@ -137,8 +137,9 @@ def test_the_rest_of_a_group_comes_from_the_prompt_carried_over():
     scheduler, limits, texts = make(num_slots=4, prompts=1, samples=6)
     book = Book(scheduler, limits, texts, 6)
     first = book.schedule()
-    assert (first.length > 0).sum() == 1 and first.source[first.fresh].tolist() == [1] * 4
-    assert first.carried_source == [1]
+    assert (
+        (first.length > 0).sum() == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.carried_source == [1]
+    )
     book.finish([1, 3])
     second = book.schedule()
     assert not second.length.any() and second.fresh.tolist() == [False, True, False, True]

@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
         head = dataclasses.replace(HEAD, **VARIANTS[name])
         dialect = list(DIALECTS)[i % len(DIALECTS)]
         eagle3_formats.save(
-            str(folder / name), random_params(head), IDS, head=head, target=TARGET, dtype="float32", dialect=dialect
+            str(folder / name), random_params(head), IDS, config=head, target=TARGET, dtype="float32", dialect=dialect
         )
     return folder
 

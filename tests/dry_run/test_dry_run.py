@@ -72,6 +72,10 @@ def phases(plan):
     return {phase.name: phase for phase in find_phases(plan)}
 
 
+def memory_of(phase):
+    return measure([phase], exact=False)[0].memory
+
+
 def split_bytes(specs, ways, itemsize):
     """Of one device."""
     return sum(
@@ -146,7 +150,7 @@ def test_earlier_tokens_are_verified_with_16_logits_a_row():
 def test_features_of_further_updates_by_hand(plan):
     """One device: of a microbatch, a row of 128 tokens; all that learns stays beside it."""
     _, found = phases_with({"draft.replay_updates": 2})
-    memory = measure(found[AGAIN], exact=False).memory
+    memory = memory_of(found[AGAIN])
     params, rows, _ = by_hand(plan)
     # A dense policy does not read the mask.
     assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": rows - 128}
@@ -164,7 +168,7 @@ def test_experts_are_compared_in_the_rows_that_a_run_takes():
 
 @pytest.mark.slow
 def test_the_policys_update_by_hand(plan, phases):
-    memory = measure(phases["train policy"], exact=False).memory
+    memory = memory_of(phases["train policy"])
     params, rows, inputs = by_hand(plan)
     assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": rows + inputs}
     assert memory.padding == 0 and memory.temporaries is None
@@ -179,7 +183,7 @@ def test_the_policys_update_by_hand(plan, phases):
         "optimizer": beside["optimizer"] + moments,
         "parameters": beside["parameters"] + sums,
     }
-    memory = measure(phases["update policy"], exact=False).memory
+    memory = memory_of(phases["update policy"])
     assert memory.arguments == {"parameters": params, "optimizer": moments + sums, "cache": 0, "batch": 0}
     # The state is donated. New are sums and counts, the norms of gradient and weights, whether it was skipped; a
     # pointer for each of 13 weights with two moments, three counters and thirteen metrics.
@@ -189,7 +193,7 @@ def test_the_policys_update_by_hand(plan, phases):
 
 @pytest.mark.slow
 def test_the_logprobs_by_hand(plan, phases):
-    memory = measure(phases["logprob"], exact=False).memory
+    memory = memory_of(phases["logprob"])
     params, _, _ = by_hand(plan)
     assert memory.arguments == {
         "parameters": params,
@@ -204,7 +208,7 @@ def test_the_logprobs_by_hand(plan, phases):
 
 @pytest.mark.slow
 def test_the_cache_of_a_chunk_by_hand(plan, phases):
-    memory = measure(phases["generate: plain chunk"], exact=False).memory
+    memory = memory_of(phases["generate: plain chunk"])
     m, rows, S = plan.model, 16 // 4, 12 + 16
     # bfloat16 keys and values of the target's layers and the head's one, split over heads; its hidden state whole.
     token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + m.embed)
@@ -228,7 +232,7 @@ def test_quantised_weights_are_counted(plan, phases):
     quantised = dataclasses.replace(plan, config=dataclasses.replace(plan.config, rollout=rollout))
     name = "generate: plain chunk"
     found = {phase.name: phase for phase in find_phases(quantised)}[name]
-    m, both = plan.model, [measure(phase, exact=False).memory for phase in (phases[name], found)]
+    m, both = plan.model, [memory_of(phase) for phase in (phases[name], found)]
     qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
     weights = m.embed * (qkv + m.heads * m.head_dim) + 3 * m.embed * m.mlp
     # Split over tensor 2, but for the scales of o and down, whose sums are.
@@ -249,7 +253,7 @@ def test_few_layers_extend_to_all(plan, monkeypatch):
     assert [m.name for m in compiled] == list(names)
     for found, expected in zip(extended, compiled):
         assert found.extended and not expected.extended
-        assert dataclasses.replace(found.memory, temporaries=0) == dataclasses.replace(expected.memory, temporaries=0)
+        assert found.memory._replace(temporaries=0) == expected.memory._replace(temporaries=0)
         assert found.memory.temporaries == pytest.approx(expected.memory.temporaries, rel=0.3)
 
 
@@ -263,7 +267,7 @@ def test_suggested_tokens_are_a_row_for_each_shard_of_the_learner(tmp_path, monk
     config = with_values(from_config_dict(importlib.import_module(f"configs.{CONFIG}").get_config("smoke")), values)
     too_much = PhaseMemory(dict.fromkeys(KINDS, 0), 0, 0, temporaries=10**12, resident=dict.fromkeys(KINDS, 0))
     monkeypatch.setattr(run, "compiler_of", lambda target: TARGETS["cpu"])
-    monkeypatch.setattr(run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much, warnings=())])
+    monkeypatch.setattr(run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much)])
     report = run.dry_run(config, str(tmp_path))
     assert report.fit.suggestion == f"grpo.microbatch_tokens={4 * 28}: one row for each of the 4 parts of a batch"
 

@@ -1,21 +1,16 @@
 """Whether a phase fits, and what is suggested where it does not: arithmetic by hand."""
 
 import dataclasses
-import secrets
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import rlzero_8b
 from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run.fit import judge_memory
-from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, try_compile, warnings_in
-from specrl_jax.dry_run.phases import Phase
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, try_compile
 from specrl_jax.dry_run.targets import TARGETS, chips
 from specrl_jax.errors import InputError
-from specrl_jax.sharding import make_mesh
 
 CONFIG = from_config_dict(rlzero_8b.get_config())
 CONFIG = dataclasses.replace(CONFIG, policy=dataclasses.replace(CONFIG.policy, remat="full"))
@@ -30,7 +25,7 @@ def memory(parameters=0, optimizer=0, cache=0, batch=0, temporaries=0, results=0
 
 
 def fit(*phases, config=CONFIG):
-    measured = [CompiledPhase(str(i), 0.0, m, warnings=()) for i, m in enumerate(phases)]
+    measured = [CompiledPhase(str(i), 0.0, m) for i, m in enumerate(phases)]
     return judge_memory(measured, TARGET, config, num_shards=8)
 
 
@@ -84,8 +79,8 @@ def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    refused = CompiledPhase("train", 0.0, None, warnings=(), refused="RESOURCE_EXHAUSTED: 40G of 31G hbm")
-    found = judge_memory([CompiledPhase("a", 0.0, memory(1), warnings=()), refused], TARGET, CONFIG, num_shards=8)
+    refused = CompiledPhase("train", 0.0, None, refused="RESOURCE_EXHAUSTED: 40G of 31G hbm")
+    found = judge_memory([CompiledPhase("a", 0.0, memory(1)), refused], TARGET, CONFIG, num_shards=8)
     assert not found.fits and found.phase == "train" and "40G of 31G" in found.arithmetic
 
 
@@ -110,43 +105,11 @@ def test_sizes_that_a_target_does_not_come_in_are_refused():
         TARGETS["v6e"].devices(512)
 
 
-# ---- warnings
-
-
-def test_a_warning_of_xla_itself_is_caught(capfd):
-    """Resharding by columns where rows do not divide gathers the whole array."""
-    unique = float(secrets.randbits(20))  # a program from the compile cache logs no warnings
-    mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
-    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
-
-    def fn(x):
-        return jnp.sin(jax.lax.with_sharding_constraint(jnp.tanh(x + unique).reshape(6, 4), columns))
-
-    x = jax.ShapeDtypeStruct((24,), jnp.float32, sharding=rows)
-    found = measure(Phase("p", lambda: jax.jit(fn).lower(x), ("batch",)), exact=False)
-    assert len(found.warnings) == 1 and found.warnings[0].startswith("[SPMD] Involuntary full rematerialization.")
-    assert "jit(fn)/reshape" in found.warnings[0]
-    assert "rematerialization" not in capfd.readouterr().err
-
-
-LOG = """\
-I0000 00:00:1795320389.089218   11350 cudart_stub.cc:31] Could not find cuda drivers on your machine.
-W1122 04:08:12.123456   11350 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler was \
-not able to go from sharding {devices=[2,4]<=[8]} to {devices=[4,2]<=[8]} for %x = f32[8].
-W1122 04:08:12.123456   11350 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler was \
-not able to go from sharding {devices=[2,4]<=[8]} to {devices=[4,2]<=[8]} for %x = f32[8].
-W1122 04:08:13.123456   11350 hlo_rematerialization.cc:3005] Can't reduce memory use below 60.00GiB by \
-rematerialization; only reduced to 82GiB
-"""
-
-
-def test_rematerialization_is_reported_once_without_the_logs_prefix():
-    first, second = warnings_in(LOG)
-    assert first.startswith("[SPMD] Involuntary full rematerialization.") and second.startswith("Can't reduce memory")
+# ---- what the compiler refuses
 
 
 def test_of_a_kernel_that_the_compiler_refuses_nothing_is_suggested():
-    refused = CompiledPhase("generate", 0.0, None, warnings=(), refused="INTERNAL: Pass pipeline failed")
+    refused = CompiledPhase("generate", 0.0, None, refused="INTERNAL: Pass pipeline failed")
     found = judge_memory([refused], TARGET, CONFIG, num_shards=8)
     assert not found.fits and "Pass pipeline failed" in found.arithmetic and not found.suggestion
 

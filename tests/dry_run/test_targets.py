@@ -30,7 +30,7 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
     plan = make_plan(run.without_files(from_config_dict(config)), mesh)
     phases = {phase.name: phase for phase in find_phases(plan)}
     for phase in ("logprob", "generate: speculative chunk, k=1"):
-        found = measure(phases[phase], exact=True)
+        (found,) = measure([phases[phase]], exact=True)
         # Of tiles; a GPU has none.
         assert found.memory.padding == 0 or (found.memory.padding > 0 and target.wheels == ("libtpu",))
         assert found.memory.temporaries > 0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
+from experiments.engine import bench, block_gain, controller, cost_parts, costs, peers, speedup
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -262,14 +262,6 @@ def test_every_drafter_of_the_sweep_builds():
         assert setup.rollout.engine.compiled.lengths == (0, 1, 2, 3, 5, 7), name
         assert len(setup.problems.evaluation) == 3
     assert "mtp" in controller.drafters(bench.TINY_HEAD, "folder")
-
-
-@pytest.mark.parametrize("allocate", [True, False])
-def test_buffers_have_the_bytes_of_the_docstrings(allocate):
-    limits = EngineConfig(4, 6, 10, chunk=4, groups=2, sequences=3)
-    rows = memory.measure("nano_deep", limits, "bfloat16", allocate)
-    assert [row["bytes"] for row in rows] == [row["arithmetic"] for row in rows]
-    assert len(rows) == 6 and all(row["bytes"] for row in rows)
 
 
 def test_a_draft_adds_a_speculative_side(monkeypatch):

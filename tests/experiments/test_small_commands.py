@@ -75,7 +75,6 @@ TABLE = {
     "engine.divergence": [Runs(OUTPUT)],
     "engine.live": [RunBy("test_live.py")],
     "engine.logprobs": [Runs()],
-    "engine.memory": [Runs()],
     "engine.peers": [Runs(OUTPUT), Says(f"{OUTPUT} --tunix nowhere/python", "--tunix nowhere/python: No such file")],
     "engine.router_replay": [Runs("--small --policy runs/nano_moe"), Says("--policy nowhere", "nowhere")],
     "engine.speedup": [Runs()],
@@ -99,7 +98,6 @@ TABLE = {
     "rlzero_tiny.speedup": [Runs(f"{OUTPUT} --workdir runs/rlzero_tiny")],
     "robustness.mutations": [RunBy("test_mutations.py")],
     "robustness.digest_cost": [Runs()],
-    "robustness.faults": [Runs("--only nonfinite --first 2 --output out")],
     "robustness.kills": [Runs(OUTPUT)],
     "robustness.private_slurm": [RunBy("test_private_slurm.py")],
     "robustness.rewards": [Runs(f"{OUTPUT} --gsm8k runs/gsm8k"), Says("--gsm8k nowhere --output out", "nowhere")],
@@ -154,9 +152,9 @@ def parser(tmp_path, monkeypatch):
     monkeypatch.setattr(small, "REPOSITORY", tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments/a").mkdir(parents=True)
-    parser = small.Parser("Measure.", small={"rounds": 1, "policy": "nano"})
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--policy", required=True)
+    parser = small.Parser("Measure.")
+    parser.sizes(rounds=(9, 1, "of each"), lengths=((1, 3), [1]))
+    parser.add_argument("--policy", required=True, small="nano")
     parser.add_argument("--output", default="experiments/a/rows.csv")
     parser.add_argument("--figure", type=pathlib.Path, default=tmp_path / "experiments/a")
     return parser
@@ -165,17 +163,19 @@ def parser(tmp_path, monkeypatch):
 def test_small_beats_the_sizes_of_a_page_and_leaves_the_results_alone(parser, tmp_path):
     whole = parser.parse_args(["--policy", "runs/large", "--rounds", "7"])
     assert (whole.rounds, whole.policy, whole.output) == (7, "runs/large", "experiments/a/rows.csv")
+    assert whole.lengths == (1, 3)
+    assert parser.parse_args(["--policy", "x", "--lengths", "5", "7"]).lengths == [5, 7]
     little = parser.parse_args(["--policy", "runs/large", "--rounds", "7", "--small"])
-    assert (little.rounds, little.policy, little.output) == (1, "nano", "runs/small/rows.csv")
+    assert (little.rounds, little.lengths, little.policy) == (1, [1], "nano")
+    assert little.output == "runs/small/rows.csv"
     assert little.figure == pathlib.Path("runs/small/a") and (tmp_path / "runs/small/a").is_dir()
     # What lies elsewhere is where somebody said.
     assert parser.parse_args(["--policy", "x", "--small", "--output", "runs/rows.csv"]).output == "runs/rows.csv"
 
 
-def test_a_small_size_of_no_option_is_found(parser):
+def test_a_small_size_of_no_option_is_found():
     with pytest.raises(AssertionError, match="no option --round"):
-        wrong = small.Parser("Measure.", small={"round": 1})
-        wrong.parse_args(["--small"])
+        small.Parser("Measure.", small={"round": 1}).parse_args(["--small"])
 
 
 def test_what_a_command_lacks_is_one_line(capsys):

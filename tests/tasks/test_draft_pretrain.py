@@ -344,13 +344,13 @@ def test_a_row_of_rollouts_is_read_by_its_tokens():
     """One that was cut has no end, and what an environment wrote is told apart."""
     ended, cut = [*TOKENIZER.encode("a=3"), *TOKENIZER.eos_ids], TOKENIZER.encode("a=3")
     for tokens in (ended, cut):
-        found = draft_features._recorded_text(row_of(response="a=3", tokens=tokens), "prompt", TOKENIZER, 99)
+        found = draft_features.recorded_text(row_of(response="a=3", tokens=tokens), "prompt", TOKENIZER, vocab=99)
         assert found == (TOKENIZER.encode("1+2\n"), tokens, [False] * len(tokens))
     row = row_of(response="a=3", tokens=cut, environment=[False, True, False])
-    assert draft_features._recorded_text(row, "prompt", TOKENIZER, 99).environment == [False, True, False]
+    assert draft_features.recorded_text(row, "prompt", TOKENIZER, vocab=99).environment == [False, True, False]
     # One that ended at once has no text.
     row = row_of(response="", tokens=list(TOKENIZER.eos_ids))
-    assert draft_features._recorded_text(row, "prompt", TOKENIZER, 99).response == list(TOKENIZER.eos_ids)
+    assert draft_features.recorded_text(row, "prompt", TOKENIZER, vocab=99).response == list(TOKENIZER.eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_a_row_of_rollouts_is_read_by_its_tokens():
 )
 def test_tokens_that_are_not_a_responses_are_refused(content, named):
     with pytest.raises(InputError, match=r"^answers\.jsonl:1") as error:
-        draft_features._recorded_text(row_of(response="3", **content), "prompt", TOKENIZER, 99)
+        draft_features.recorded_text(row_of(response="3", **content), "prompt", TOKENIZER, vocab=99)
     assert named in str(error.value)
 
 
@@ -379,10 +379,10 @@ def test_a_file_that_is_written_anew_is_another(tmp_path):
     config.data.path, config.data.tokenizer = str(files[0]), str(tmp_path)
     for answers, first in (("", 0), (str(files[1]), 1)):
         config.pretrain.answers = answers
-        found = [draft_features._digests(from_config_dict(config))]
+        found = [draft_features.text_digests(from_config_dict(config))]
         for file in (files[first], files[2]):
             file.write_text(file.read_text() + "2")
-            found.append(draft_features._digests(from_config_dict(config)))
+            found.append(draft_features.text_digests(from_config_dict(config)))
         assert found[0] != found[1] != found[2] and len(found[0]) == 2
 
 

@@ -75,7 +75,7 @@ def folders(tmp_path_factory):
         eagle3_formats.save,
         drawn(eagle3.param_specs(head)),
         np.arange(16),
-        head=head,
+        config=head,
         target=DEEP,
         dtype="float32",
     )

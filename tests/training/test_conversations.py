@@ -28,7 +28,7 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.evaluate import evaluate_policy
 from specrl_jax.training import dynamic_sampling
 from specrl_jax.training.build import make_learner
-from specrl_jax.training.conversations import Conversations, begin_conversations, row_of
+from specrl_jax.training.conversations import Conversations, Opening, begin_conversations, row_of
 from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import load_problems
@@ -211,16 +211,12 @@ def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():
     told += [[Outcome((9.0,), messages=more), failed]]
     workers, tokenizer = Told(*told), ManyEnds()
     format = TurnFormat(tokenizer, "[{message}]", False)
-    problems = [Problem("1", "2", "")]
     turns = Conversations(
         workers,
         EnvironmentConfig(),
         tokenizer,
         format=format,
-        problems=problems,
-        opened=problems,
-        failed={},
-        seeds=[0],
+        openings=[Opening(Problem("1", "2", ""), 0, "1")],
         samples=len(told),
     )
     for request, outcomes in enumerate(told):
@@ -238,17 +234,14 @@ def test_an_answer_says_whether_a_limit_ended_the_conversation(ended):
     """The last turn that there may be, and one that was cut, where the environment would go on."""
     more, failed = Outcome((0.0,), messages=[{"role": "user", "content": "1"}]), Outcome((), failure="error")
     told = [[more, more], [more, Outcome((1.0,))], [more, failed], [Outcome((0.0,), messages=[])]]
-    workers, tokenizer, problems = Told(*told), ManyEnds(), [Problem("1", "2", "")]
+    workers, tokenizer = Told(*told), ManyEnds()
     format = TurnFormat(tokenizer, "{message}", False)
     turns = Conversations(
         workers,
         EnvironmentConfig(turns=2),
         tokenizer,
         format=format,
-        problems=problems,
-        opened=problems,
-        failed={},
-        seeds=[0],
+        openings=[Opening(Problem("1", "2", ""), 0, "1")],
         samples=4,
     )
     last = []

@@ -120,7 +120,7 @@ WRONG = [
     ({"pipeline": {"weight_update": "inflight"}}, r"pipeline\.weight_update=inflight: with pipeline\.mode=sync"),
     (
         {"pipeline": {"recompute_cache": True}},
-        r"pipeline\.recompute_cache=True is for pipeline\.weight",
+        r"pipeline\.recompute_cache=True: it is for pipeline\.weight",
     ),
     (
         {"pipeline": {"weight_update": "inflight", "mode": "async", "rollout_devices": 1}},
@@ -132,7 +132,7 @@ WRONG = [
             "grpo": {"correction": "token_mask", "old_logprobs": "learner"},
             "draft": {"adaptive": True},
         },
-        r"pipeline\.repeat: with draft\.adaptive",
+        r"pipeline\.repeat=x: with draft\.adaptive",
     ),
 ]
 

@@ -491,14 +491,14 @@ def test_a_finished_run_does_nothing_more(toy, whole, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_draft_that_turns_nan_is_replaced_and_the_run_goes_on(toy, tmp_path, monkeypatch, capsys):
     """Its weights are NaN after the update of step 2. Step 3 sees it and replaces it; step 4 drafts nothing."""
-    finished = update._DraftBeside.finish
+    finished = update.DraftBeside.finish
 
     def spoilt(beside):
         draft, *found = finished(beside)
         bad = draft.replace(params=jax.tree.map(lambda x: x * np.nan, draft.params))
         return (bad if int(draft.step) == 2 else draft), *found
 
-    monkeypatch.setattr(update._DraftBeside, "finish", spoilt)
+    monkeypatch.setattr(update.DraftBeside, "finish", spoilt)
     rows = train(toy, tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if "/6  " in line]
     assert [line.split()[1] for line in lines] == [f"{step}/6" for step in range(7)]

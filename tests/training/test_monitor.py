@@ -6,7 +6,7 @@ import types
 import pytest
 
 from specrl_jax.errors import RunFailed
-from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, WEIGHTS, Alarms, Monitor
+from specrl_jax.training.monitor import ENTROPY, EQUAL, GROWTH, NAMES, TRUNCATED, UNSCORED, WEIGHTS, Alarms, Monitor
 from tests.training.test_speculation import setup_of as speculation_parts
 
 HEALTHY = {
@@ -43,7 +43,7 @@ def names(row):
 
 
 def test_there_is_a_case_of_each():
-    assert SICK.keys() == FINDERS.keys()
+    assert tuple(SICK) == NAMES
 
 
 @pytest.mark.parametrize("name", SICK)

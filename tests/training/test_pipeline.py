@@ -1,6 +1,5 @@
 """Rollouts ahead of the learner: which policy draws them, how far ahead, and what becomes of failures."""
 
-import functools
 import json
 import shutil
 import threading
@@ -22,22 +21,36 @@ from specrl_jax.training.devices import Devices
 from specrl_jax.training.generation import PrefetchedRollouts, RolloutBatch
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS
-from specrl_jax.training.pipeline import AHEAD, Sync, with_rollouts, without_rollouts
+from specrl_jax.training.pipeline import Sync, rollouts_of, with_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
 
 LAST = 6
+STEPS_TAKEN = range(1, LAST + 1)
 
 
 class Recorder:
     """Stands in for generation: remembers which weights each step got, and how far ahead of the learner it was."""
 
-    def __init__(self, fails_at=0):
+    def __init__(self, fails_at=0, begins_early=False):
         self.used, self.ahead, self.learning, self.fails_at = {}, [], 0, fails_at
+        self.begun, self.begins_early = [], begins_early
 
-    def __call__(self, step, problems, policy, newer):
+    def draw(self):
+        return []
+
+    def gather(self, batch):
+        return batch
+
+    def begin(self, step, policy, until):
+        self.begun.append((step, policy))
+        while not until():
+            time.sleep(0.001)
+        return False
+
+    def generate(self, step, problems, policy, *, newer):
         if step == self.fails_at:
             raise ValueError("the engine broke")
         self.used[step] = policy
@@ -45,16 +58,12 @@ class Recorder:
         return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NO_PARTIAL_ROLLOUTS])
 
 
-def no_problems():
-    return []
-
-
 def learn(produce, lag, first=1, last=LAST, patience=0.02):
     """Take steps first .. last from a pipeline whose weights are numbered by their step."""
     if lag is None:
-        pipeline = Sync(no_problems, produce, [])
+        pipeline = Sync(produce, [])
     else:
-        pipeline = Async(no_problems, produce, lag, first=first, last=last, devices=Devices())
+        pipeline = Async(produce, lag, steps=range(first, last + 1), devices=Devices())
     taken = []
     try:
         for step in range(first, last + 1):
@@ -91,7 +100,7 @@ def test_it_ends_when_nothing_is_taken_any_more():
     """Closed while it waits for weights, and while what it made waits to be taken."""
     for steps in (0, 1):
         produce = Recorder()
-        pipeline = Async(no_problems, produce, 1, first=1, last=LAST, devices=Devices())
+        pipeline = Async(produce, 1, steps=STEPS_TAKEN, devices=Devices())
         if steps:
             pipeline.publish(1, 1)
             time.sleep(0.05)
@@ -102,7 +111,7 @@ def test_it_ends_when_nothing_is_taken_any_more():
 def test_it_waits_for_its_devices():
     devices, produce = Devices(), Recorder()
     with devices:
-        pipeline = Async(no_problems, produce, 1, first=1, last=LAST, devices=devices)
+        pipeline = Async(produce, 1, steps=STEPS_TAKEN, devices=devices)
         pipeline.publish(1, 1)
         time.sleep(0.05)
         assert not produce.used
@@ -112,24 +121,17 @@ def test_it_waits_for_its_devices():
 
 def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
     """Under the policy before step 1 step 2 begins, pauses while others have the devices, and ends with its weights."""
-    devices, produce, calls = Devices(), Recorder(), []
-
-    def begin(step, policy, until):
-        calls.append((step, policy))
-        while not until():
-            time.sleep(0.001)
-        return False
-
-    pipeline = Async(no_problems, produce, 0, first=1, last=LAST, devices=devices, begin=begin)
+    devices, produce = Devices(), Recorder(begins_early=True)
+    pipeline = Async(produce, 0, steps=STEPS_TAKEN, devices=devices)
     pipeline.publish(1, 1)
     pipeline.take(1)
     time.sleep(0.05)
     with devices:
-        assert calls == [(2, 1)]
+        assert produce.begun == [(2, 1)]
         time.sleep(0.05)
-        assert calls == [(2, 1)]
+        assert produce.begun == [(2, 1)]
     time.sleep(0.05)
-    assert calls == [(2, 1)] * 2
+    assert produce.begun == [(2, 1)] * 2
     pipeline.publish(2, 2)
     pipeline.take(2)
     assert produce.used == {1: 1, 2: 2}
@@ -181,15 +183,14 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
     turns = Turns()
     logs = [], []
 
-    def begin(log, step, policy, until):
-        log.append(("begin", step, policy))
-        while not until():
-            time.sleep(0.001)
-        return False
+    class Logs(Recorder):
+        def begin(self, step, policy, until):
+            self.log.append(("begin", step, policy))
+            return super().begin(step, policy, until)
 
-    def generate(log, step, problems, policy, newer):
-        log.append(("generate", step, policy))
-        return RolloutBatch([], {"next": step}, {"generate": 0.0}, left=[NO_PARTIAL_ROLLOUTS])
+        def generate(self, step, problems, policy, *, newer):
+            self.log.append(("generate", step, policy))
+            return super().generate(step, problems, policy, newer=newer)
 
     def learn(log, made, devices, pauses):
         for step in range(1, LAST + 1):
@@ -205,9 +206,9 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
     threads = []
     for i, (log, agree) in enumerate(zip(logs, (turns.first, turns.second), strict=True)):
         devices, pauses = Devices(), iter(np.random.default_rng(i).uniform(0, 0.03, 2 * LAST))
-        early = None if lag else functools.partial(begin, log)
-        generated = functools.partial(generate, log)
-        made = Async(no_problems, generated, lag, first=1, last=LAST, devices=devices, begin=early, agree=agree)
+        generation = Logs(begins_early=not lag)
+        generation.log = log
+        made = Async(generation, lag, steps=STEPS_TAKEN, devices=devices, agree=agree)
         threads.append(threading.Thread(target=learn, args=(log, made, devices, pauses), daemon=True))
     for thread in threads:
         thread.start()
@@ -219,14 +220,11 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
     assert first == second and ("evaluate", 2) in first and (lag or ("begin", 2, 1) in first)
 
 
-def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
+def test_a_checkpoint_keeps_prefetched_rollouts():
     prefetched = PrefetchedRollouts([RolloutBatch([], {}, {}, left=[])], [NO_PARTIAL_ROLLOUTS])
     host = with_rollouts(HostState({}, {}), prefetched)
-    found = without_rollouts(host)[0]
+    found = rollouts_of(host)
     assert found.batches == prefetched.batches and [left.problems for left in found.left] == [[]]
-    del host.values[AHEAD]["batches"][0]["seconds"]
-    with pytest.raises(InputError, match="the rollouts ahead lack 'seconds', an older version wrote them"):
-        without_rollouts(host)
 
 
 # ---- interrupted runs: one learner and one rollout device, drafts copied from earlier answers to the same prompts

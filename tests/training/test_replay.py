@@ -133,7 +133,7 @@ def test_a_checkpoint_keeps_the_texts():
         one.learn(state(), 9)
     assert len(recorder.learned) == 10 and recorder.learned[:5] != recorder.learned[1:6]
     assert [rows for *_, rows in recorder.learned[:5]] == [rows for *_, rows in recorder.learned[5:]]
-    assert all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(replay._texts[0]), jax.tree.leaves(again._texts[0])))
+    assert all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(replay.texts[0]), jax.tree.leaves(again.texts[0])))
     # Of a run that had none before.
     assert make_replay(recorder, HostState({}, {})) is not None
     assert make_replay(learner(draft__replay_updates=0)) is None
@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_with_more_devices_learns_from_the_texts_that_fewer_p
     more.packing = Packing(6, num_shards=4, sequence_shards=4)
     again = Replay(more, replay.with_texts(HostState({}, {})))
     again.learn(state(), 2)
-    (text,) = again._texts
+    (text,) = again.texts
     assert {x.shape for x in jax.tree.leaves(text)} == {(4 * SHARES, 8)} and text.tokens.dtype == np.int32
     np.testing.assert_array_equal(text.tokens[:4, :6], rows.tokens)
     assert not text.mask[4:].any() and not text.mask[:, 6:].any() and not text.segments[4:].any()

@@ -21,11 +21,14 @@ def config_of(**settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"pipeline__mode": "sync"}, r"pipeline\.workers=2: pipeline\.mode=sync: .*set async"),
-        ({"pipeline__rollout_devices": 1}, r"pipeline\.rollout_devices=1: they have devices of their own"),
-        ({"pipeline__weight_update": "inflight"}, r"pipeline\.weight_update=inflight: they take weights between calls"),
+        ({"pipeline__mode": "sync"}, r"pipeline\.mode=sync beside pipeline\.workers=2: .*set async"),
+        ({"pipeline__rollout_devices": 1}, r"pipeline\.rollout_devices=1 beside .*: they have devices of their own"),
+        (
+            {"pipeline__weight_update": "inflight"},
+            r"pipeline\.weight_update=inflight beside .*: they take weights between",
+        ),
         ({"grpo__oversample": 4}, r"grpo\.oversample=4"),
-        ({"environment__name": "calculator"}, r"environment\.name=calculator: they answer single turns"),
+        ({"environment__name": "calculator"}, r"environment\.name=calculator beside .*: they answer single turns"),
         ({"task": "rollout", "pipeline__workers": 0, "pipeline__mode": "sync"}, "task=rollout: pipeline.workers=0"),
     ],
 )

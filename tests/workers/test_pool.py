@@ -26,6 +26,7 @@ from specrl_jax.errors import InputError, RunFailed, Stopped, WorkersFailed
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.rollout import RolloutWorker
 from specrl_jax.training.speculation import Guarded
+from specrl_jax.workers import pool as pools
 from specrl_jax.workers import transfer
 from specrl_jax.workers.engine import RemoteEngine, drafts_of, rollout_ids
 from specrl_jax.workers.messages import (
@@ -35,7 +36,6 @@ from specrl_jax.workers.messages import (
     ENOUGH,
     Ask,
     RolloutWorkerHello,
-    Welcome,
     WorkerAnswer,
     open_connection,
     pack_texts,
@@ -44,7 +44,7 @@ from specrl_jax.workers.messages import (
     send,
     unpack_texts,
 )
-from specrl_jax.workers.pool import END, WorkerPool, difference
+from specrl_jax.workers.pool import WorkerPool, difference
 from specrl_jax.workers.processes import First
 from tests.workers.test_processes import connected, in_thread
 
@@ -57,14 +57,16 @@ def weights(checksum=7):
 
 
 def asks(count):
-    return [END._replace(engine="engine", prompts=[PROMPTS[i]]) for i in range(count)]
+    return [Ask("engine", prompts=(PROMPTS[i],)) for i in range(count)]
 
 
 @pytest.fixture
-def pool(tmp_path):
-    """A pool that says what it says into `pool.lines`."""
+def pool(tmp_path, monkeypatch):
+    """A pool that prints into `pool.lines`, and waits a second for a worker."""
     lines = []
-    with WorkerPool(FACTS, "localhost", str(tmp_path), wanted=1, say=lines.append, patience=1.0) as made:
+    monkeypatch.setattr(pools, "print", lines.append, raising=False)
+    monkeypatch.setattr(pools, "PATIENCE", 1.0)
+    with WorkerPool(FACTS, "localhost", str(tmp_path), wanted=1) as made:
         made.lines, made.workdir = lines, str(tmp_path)
         yield made
 
@@ -74,13 +76,13 @@ def joined(pool, name, facts=FACTS):
     address = read_address(pool.workdir)
     connection = open_connection(address)
     send(connection, RolloutWorkerHello(json.dumps(facts), name, 2))
-    return connection, receive(connection, Welcome)
+    return connection, receive(connection, str)
 
 
 def worker(pool, name, answer):
     """Work in a thread until the pool ends; `answer` makes a WorkerAnswer of an Ask, or raises EOFError to leave."""
     connection, welcome = joined(pool, name)
-    assert not welcome.refused
+    assert not welcome
     seen = []
 
     def work():
@@ -152,8 +154,8 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     """Each its share, at what was drawn of it before; one that has finished its own is not told, one that starts after
     that does nothing.
     """
-    compiled = types.SimpleNamespace(functions=types.SimpleNamespace(drafter=types.SimpleNamespace(length=3)))
-    engine = RemoteEngine(compiled, Sampling(), 8, process=First(pool), name="engine")
+    drafts_of_three = types.SimpleNamespace(functions=types.SimpleNamespace(drafter=types.SimpleNamespace(length=3)))
+    engine = RemoteEngine(drafts_of_three, Sampling(), 8, process=First(pool), name="engine")
     texts = {i: np.array([i], np.int32) for i in (11, 14, 17)}
     lookahead = Lookahead(PROMPTS, np.arange(10, 20), dict(texts))
     asked, began = {}, threading.Barrier(3)
@@ -182,7 +184,7 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     # Rows of prompts 0, 2, 4 and of 1, 3, with what had been drawn of them.
     parts = sorted((ask.later.ids.tolist(), unpack_texts(ask.earlier)) for ask in asked.values())
     assert parts == [([10, 11, 14, 15, 18, 19], {11: texts[11], 14: texts[14]}), ([12, 13, 16, 17], {17: texts[17]})]
-    assert all((ask.samples, ask.seed, ask.drafts, ask.prompts) == (2, 5, 3, []) for ask in asked.values())
+    assert all((ask.samples, ask.seed, ask.drafts, ask.prompts) == (2, 5, 3, ()) for ask in asked.values())
     assert {i: text.tolist() for i, text in lookahead.texts.items()} == {i: [i, i] for i in range(10, 20)}
     assert engine.begin(weights(), lookahead, 2, seed=5, until=lambda: True) is False
     assert len(lookahead.texts) == 10 and len(asked) == 2
@@ -195,7 +197,7 @@ def test_a_worker_that_hears_too_late_that_it_is_enough_goes_on():
     with connected() as (ours, theirs):
         works = in_thread(lambda: worker.work(theirs))
         for engine in (ENOUGH, "engine", ENOUGH, ENDED):
-            send(ours, END._replace(engine=engine))
+            send(ours, Ask(engine))
         assert ours.poll(10) and receive(ours, WorkerAnswer).finished and works() is None
         assert not ours.poll(), "it answered once"
 
@@ -221,14 +223,14 @@ def test_a_signal_ends_a_call_and_drops_its_parts(pool):
         pool.run(weights(), asks(3), 3, on_wait=stopped)
     seen = worker(pool, "late", nothing)
     assert len(pool.run(weights(), asks(1), 1, on_wait=never)) == 1
-    assert [ask.prompts for ask in seen] == [[[1]]]
+    assert [ask.prompts for ask in seen] == [([1],)]
 
 
 def test_a_worker_of_another_config_is_refused(pool):
     _, welcome = joined(pool, "w", FACTS | {"steps": 4})
-    assert welcome.refused == "it differs in steps: 4, and the learner has 3"
+    assert welcome == "it differs in steps: 4, and the learner has 3"
     _, welcome = joined(pool, "v", {"version": "1"})
-    assert welcome.refused == "it differs in steps: null, and the learner has 3"
+    assert welcome == "it differs in steps: null, and the learner has 3"
     assert pool.metrics()["rollout/workers"] == 0
     assert difference(FACTS, dict(FACTS)) == ""
 
@@ -238,7 +240,7 @@ def test_who_lacks_the_key_gets_nothing_and_keeps_nobody_waiting(pool):
     with pytest.raises(AuthenticationError):
         open_connection(address._replace(key=b"another".hex()))
     with contextlib.closing(Client((address.host, address.port))):  # says nothing at all
-        assert not joined(pool, "w")[1].refused
+        assert not joined(pool, "w")[1]
 
 
 def test_an_address_that_leads_nowhere_is_refused(tmp_path):

@@ -168,9 +168,9 @@ def load_params(folder: str, config: BlockConfig, partition: Partitioner, *, dty
     return TensorFolder(folder, "draft.path").load(param_specs(config), partition, dtype)
 
 
-def load_vocab_map(folder: str, config: BlockConfig) -> np.ndarray:
+def load_vocab_map(folder: str, config: BlockConfig, target: Qwen3Config) -> np.ndarray:
     """Return [Vd] int32 target ids of the draft ids. Raises InputError as `read_ids`."""
-    return read_ids(TensorFolder(folder, "draft.path"), config.draft_vocab, config.vocab)
+    return read_ids(TensorFolder(folder, "draft.path"), config.draft_vocab, target.vocab)
 
 
 def save(

@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, branches, stand_in
@@ -17,14 +17,14 @@ from specrl_jax.drafts.base import (
     DraftInputs,
     DraftMethod,
     DraftOptions,
-    VocabMap,
     confidence_logits,
 )
 from specrl_jax.drafts.block import checkpoint, network
+from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import Specs, matmul, rms_norm
+from specrl_jax.models.layers import matmul, rms_norm
 from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
@@ -40,18 +40,14 @@ def make_dflash(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
 
 
 def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMethod:
-    path, vocab_size = options.path, options.vocab_size
-    if path:
-        config = checkpoint.load_config(path, target)
+    if options.path:
+        config = loaded_config(checkpoint, options, target)
         if bool(config.markov_rank) != markov:
             kind = "dspark" if config.markov_rank else "dflash"
-            raise InputError(f"draft.path: {path} is a drafter of draft.kind={kind}")
-        if vocab_size not in (0, config.draft_vocab):
-            raise InputError(f"draft.vocab_size={vocab_size}, the drafter {path} has {config.draft_vocab}; leave 0")
+            raise InputError(f"draft.path: {options.path} is a drafter of draft.kind={kind}")
     else:
-        config = network.block_config(
-            target, options.slots, options.layers, draft_vocab=vocab_size or target.vocab, markov=markov
-        )
+        vocab = options.vocab_size or target.vocab
+        config = network.block_config(target, options.slots, options.layers, draft_vocab=vocab, markov=markov)
     draft = BlockDraft(config, _dialect(options, config))
     return DraftMethod(draft.drafter, draft)
 
@@ -73,17 +69,15 @@ def _dialect(options: DraftOptions, config: network.BlockConfig) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockDraft:
+class BlockDraft(TrainedDraft):
     """Implement `DraftModel` for a block drafter."""
 
-    config: network.BlockConfig
-    dialect: str  # format that `save` writes
-
+    NETWORK: ClassVar[Any] = network
+    CHECKPOINT: ClassVar[Any] = checkpoint
     takes_anchors = True
 
-    @property
-    def vocab(self) -> int:
-        return self.config.draft_vocab
+    config: network.BlockConfig
+    dialect: str
 
     @property
     def longest(self) -> int:
@@ -92,21 +86,6 @@ class BlockDraft:
     @property
     def has_vocab_map(self) -> bool:
         return self.config.draft_vocab < self.config.vocab
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    @property
-    def specs(self) -> Specs:
-        return network.param_specs(self.config)
-
-    @property
-    def inference_specs(self) -> Specs:
-        return network.inference_specs(self.config)
-
-    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
-        return network.inference_params(params, dtype)
 
     def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
         return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape=shape)
@@ -156,36 +135,6 @@ class BlockDraft:
         taken |= {"unembed": lm_head} if self.has_vocab_map else {}
         zeros = [name for name in ("markov_out", "confidence", "confidence_bias") if name in params]
         return {**params, **taken, **{name: jnp.zeros_like(params[name]) for name in zeros}}
-
-    def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
-
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
-        if not self.has_vocab_map:
-            return None
-        return checkpoint.load_vocab_map(folder, self.config) if folder else np.arange(self.vocab, dtype=np.int32)
-
-    def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: VocabMap,
-        *,
-        target: Qwen3Config,
-        dtype: str,
-        target_path: str = "",
-    ) -> None:
-        ids = None if vocab_map is None else np.asarray(vocab_map)
-        checkpoint.save(
-            folder,
-            params,
-            ids,
-            config=self.config,
-            target=target,
-            dtype=dtype,
-            dialect=self.dialect,
-            verifier=target_path,
-        )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "partition"))

@@ -86,7 +86,7 @@ def save(
     params: Params,
     vocab_map: np.ndarray,
     *,
-    head: Eagle3Config,
+    config: Eagle3Config,
     target: Qwen3Config,
     dtype: str,
     dialect: str = "sglang",
@@ -102,10 +102,10 @@ def save(
     """
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        yield from hf_tensors(in_format(param_specs(head), FORMATS[dialect]), params, dtype)
+        yield from hf_tensors(in_format(param_specs(config), FORMATS[dialect]), params, dtype)
         yield from vocab_tensors(vocab_map, target).items()
 
-    save_folder(folder, tensors(), formats.write_head(head, target, dtype, name=dialect, verifier=verifier))
+    save_folder(folder, tensors(), formats.write_head(config, target, dtype, name=dialect, verifier=verifier))
 
 
 _LAYER = "midlayer."  # in the names of `param_specs`

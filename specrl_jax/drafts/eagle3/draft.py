@@ -1,20 +1,18 @@
 """Draft with an EAGLE-3 head: it reads up to three layers of the target and drafts on a vocabulary of its own."""
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from specrl_jax.core import Params
-from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions
 from specrl_jax.drafts.eagle3 import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import RecurrentDraft
 from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache
+from specrl_jax.drafts.trained import loaded_config
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import Specs
 from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
@@ -23,13 +21,10 @@ FORMATS = tuple(checkpoint.FORMATS)
 
 def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
     """Return the head in draft.path, or the one that is made for the target. Raises InputError."""
-    path, vocab_size = options.path, options.vocab_size
-    if path:
-        config = checkpoint.load_config(path, target)
-        if vocab_size not in (0, config.draft_vocab):
-            raise InputError(f"draft.vocab_size={vocab_size}, the head {path} has {config.draft_vocab}; leave 0")
+    if options.path:
+        config = loaded_config(checkpoint, options, target)
     else:
-        config = network.eagle3_config(target, vocab_size or target.vocab)
+        config = network.eagle3_config(target, options.vocab_size or target.vocab)
     draft = Eagle3Draft(config, options.dialect or FORMATS[0])
     return DraftMethod(draft.drafter, draft)
 
@@ -38,29 +33,11 @@ def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
 class Eagle3Draft(RecurrentDraft):
     """Implement `DraftModel` for an EAGLE-3 head."""
 
+    NETWORK: ClassVar[Any] = network
+    CHECKPOINT: ClassVar[Any] = checkpoint
+
     config: network.Eagle3Config
-    dialect: str = FORMATS[0]  # format that `save` writes
-
-    has_vocab_map = True
-
-    @property
-    def vocab(self) -> int:
-        return self.config.draft_vocab
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    @property
-    def specs(self) -> Specs:
-        return network.param_specs(self.config)
-
-    @property
-    def inference_specs(self) -> Specs:
-        return network.inference_specs(self.config)
-
-    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
-        return network.inference_params(params, dtype)
+    dialect: str = FORMATS[0]
 
     def update_cache(
         self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
@@ -112,33 +89,3 @@ class Eagle3Draft(RecurrentDraft):
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the lm_head and the norm before it from the target, as speculators does."""
         return {**params, "unembed": lm_head, "final_norm": target["final_norm"]}
-
-    def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
-
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray:
-        if not folder:
-            return np.arange(self.vocab, dtype=np.int32)
-        return checkpoint.load_vocab_map(folder, self.config, target)
-
-    def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: VocabMap,
-        *,
-        target: Qwen3Config,
-        dtype: str,
-        target_path: str = "",
-    ) -> None:
-        ids = np.asarray(vocab_map)
-        checkpoint.save(
-            folder,
-            params,
-            ids,
-            head=self.config,
-            target=target,
-            dtype=dtype,
-            dialect=self.dialect,
-            verifier=target_path,
-        )

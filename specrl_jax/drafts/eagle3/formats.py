@@ -241,43 +241,51 @@ def write_head(
         "torch_dtype": dtype,
         **rope_scaling(head.yarn),
     }
-    variants: dict[str, bool] = {key: getattr(head, key) for key in VARIANTS}
-    # Readers take three for granted.
-    count = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
-    if not FORMATS[name].nested:
-        # Variants only where they are on: SpecForge reads norm_output=false as no final norm at all.
-        flags = {key: True for key, on in variants.items() if on}
-        if name == "sglang" and head.norm_output:
-            flags[FEEDBACK] = True
-        return {
-            **sizes,
-            "architectures": [ARCHITECTURES[0]],
-            "draft_vocab_size": head.draft_vocab,
-            **count,
-            AUX_LAYERS: list(head.aux_layers),
-            "eagle_config": {AUX_LAYERS: [i - 1 for i in head.aux_layers]},
-            **flags,
-        }
+    if FORMATS[name].nested:
+        of_target = {"name_or_path": verifier or None, "architectures": hf_config(target, dtype)["architectures"]}
+        return _nested(head, sizes, kind=kind, verifier=of_target)
+    return _flat(head, sizes, feedback=name == "sglang" and head.norm_output)
+
+
+def _flat(head: Eagle3Config, sizes: dict[str, object], feedback: bool) -> dict[str, object]:
+    # Variants only where they are on: SpecForge reads norm_output=false as no final norm at all.
+    return {
+        **sizes,
+        "architectures": [ARCHITECTURES[0]],
+        "draft_vocab_size": head.draft_vocab,
+        **_count(head),
+        AUX_LAYERS: list(head.aux_layers),
+        "eagle_config": {AUX_LAYERS: [i - 1 for i in head.aux_layers]},
+        **{key: True for key in VARIANTS if getattr(head, key)},
+        **({FEEDBACK: True} if feedback else {}),
+    }
+
+
+def _nested(
+    head: Eagle3Config, sizes: dict[str, object], *, kind: str, verifier: dict[str, object]
+) -> dict[str, object]:
     # Every variant, on or off, so that no reader's default decides.
     return {
         "architectures": [NESTED[kind]],
         "speculators_model_type": kind,
         "draft_vocab_size": head.draft_vocab,
         "target_hidden_size": head.embed,
-        **count,
+        **_count(head),
         AUX_LAYERS: list(head.aux_layers),
-        **variants,
+        **{key: getattr(head, key) for key in VARIANTS},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "torch_dtype": dtype,
+        "torch_dtype": sizes["torch_dtype"],
         "transformer_layer_config": {**sizes, "attention_bias": False, "mlp_bias": False},
         "speculators_config": {
             "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
             "default_proposal_method": "greedy",
-            "verifier": {
-                "name_or_path": verifier or None,
-                "architectures": hf_config(target, dtype)["architectures"],
-            },
+            "verifier": verifier,
         },
     }
+
+
+def _count(head: Eagle3Config) -> dict[str, int]:
+    # Readers take three for granted.
+    return {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}

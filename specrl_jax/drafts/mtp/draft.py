@@ -1,9 +1,9 @@
 """Draft with a multi-token-prediction head: it reads what the target's lm_head reads, and shares that table."""
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions, VocabMap
@@ -12,7 +12,7 @@ from specrl_jax.drafts.recurrent.draft import RecurrentDraft
 from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import Specs, matmul
+from specrl_jax.models.layers import matmul
 from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
@@ -30,26 +30,17 @@ def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
 class MTPDraft(RecurrentDraft):
     """Implement `DraftModel` for an MTP head."""
 
-    config: network.MTPConfig
-    dialect: str = FORMATS[0]  # format that `save` writes
-
+    NETWORK: ClassVar[Any] = network
+    CHECKPOINT: ClassVar[Any] = checkpoint
     aux_layers = ()
     has_vocab_map = False
+
+    config: network.MTPConfig
+    dialect: str = FORMATS[0]
 
     @property
     def vocab(self) -> int:
         return self.config.vocab
-
-    @property
-    def specs(self) -> Specs:
-        return network.param_specs(self.config)
-
-    @property
-    def inference_specs(self) -> Specs:
-        return network.inference_specs(self.config)
-
-    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
-        return network.inference_params(params, dtype)
 
     def update_cache(
         self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
@@ -81,12 +72,6 @@ class MTPDraft(RecurrentDraft):
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the norm before the lm_head from the target, whose lm_head this head uses."""
         return {**params, "final_norm": target["final_norm"]}
-
-    def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
-
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> None:
-        return None
 
     def save(
         self,

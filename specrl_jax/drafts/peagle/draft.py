@@ -2,26 +2,24 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, stand_in
 from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.peagle import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import committed_pairs
 from specrl_jax.drafts.recurrent.network import Angles, Attend
+from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
-from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import Specs
 from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
@@ -30,13 +28,10 @@ FORMATS = tuple(checkpoint.FORMATS)
 
 def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
     """Return the draft in draft.path, or a new one for the target. Raises InputError."""
-    path, vocab_size = options.path, options.vocab_size
-    if path:
-        config = checkpoint.load_config(path, target)
-        if vocab_size not in (0, config.draft_vocab):
-            raise InputError(f"draft.vocab_size={vocab_size}, the draft {path} has {config.draft_vocab}; leave 0")
+    if options.path:
+        config = loaded_config(checkpoint, options, target)
     else:
-        config = network.peagle_config(target, options.layers, vocab_size or target.vocab)
+        config = network.peagle_config(target, options.layers, options.vocab_size or target.vocab)
     draft = PEagleDraft(config, options.dialect or FORMATS[0])
     return DraftMethod(draft.drafter, draft)
 
@@ -49,31 +44,15 @@ class PairsCache(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PEagleDraft:
+class PEagleDraft(TrainedDraft):
     """Implement `DraftModel` for a P-EAGLE draft."""
 
-    config: network.PEagleConfig
-    dialect: str = FORMATS[0]  # format that `save` writes
-
-    has_vocab_map = True
-    longest = None
+    NETWORK: ClassVar[Any] = network
+    CHECKPOINT: ClassVar[Any] = checkpoint
     takes_anchors = True
 
-    @property
-    def vocab(self) -> int:
-        return self.config.draft_vocab
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    @property
-    def specs(self) -> Specs:
-        return network.param_specs(self.config)
-
-    @property
-    def inference_specs(self) -> Specs:
-        return network.inference_specs(self.config)
+    config: network.PEagleConfig
+    dialect: str = FORMATS[0]
 
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return network.inference_params(params, self.config, dtype)
@@ -115,36 +94,6 @@ class PEagleDraft:
         """Take the lm_head, the norm before it and an embedding of its own from the target."""
         taken = {"unembed": lm_head, "final_norm": target["final_norm"]}
         return {**params, **taken, **({"embed": target["embed"]} if self.config.own_embedding else {})}
-
-    def load(self, folder: str, partition: Partitioner) -> Params:
-        return checkpoint.load_params(folder, self.config, partition, dtype=jnp.float32)
-
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray:
-        if not folder:
-            return np.arange(self.vocab, dtype=np.int32)
-        return checkpoint.load_vocab_map(folder, self.config, target)
-
-    def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: VocabMap,
-        *,
-        target: Qwen3Config,
-        dtype: str,
-        target_path: str = "",
-    ) -> None:
-        ids = np.asarray(vocab_map)
-        checkpoint.save(
-            folder,
-            params,
-            ids,
-            config=self.config,
-            target=target,
-            dtype=dtype,
-            dialect=self.dialect,
-            verifier=target_path,
-        )
 
 
 def _attention(pages: list[jax.Array], i: int, places: kv.Paging, partition: Partitioner) -> Attend:

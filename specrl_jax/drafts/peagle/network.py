@@ -207,11 +207,21 @@ def unrolled(
         for pairs, mask in zip(of_pairs, masks, strict=True)
     )
     of_slots = (places[:, :, None] + 1 + jnp.arange(M)[None, None]).reshape(B, A * M)
+    attend = _pairs_and_slots(T, M, segments=segments, anchors=anchors)
+    angles = config.angles(jnp.concatenate([positions, of_slots], axis=1))
+    a = hidden_states(params, config, hidden, embedded=embedded, angles=angles, attends=[attend] * config.layers)
+    a = rms_norm(a, params["final_norm"], config.norm_epsilon)
+    drafts = jnp.concatenate([ahead(a[:, :T], 0, anchors)[:, :, None], a[:, T:].reshape(B, A, M, D)], axis=2)
+    return jnp.moveaxis(drafts, 2, 0)
+
+
+def _pairs_and_slots(T: int, M: int, *, segments: jax.Array | None, anchors: jax.Array | None) -> Attend:
+    """Return causal attention of T pairs, then of the M slots behind each anchor to the pairs and to earlier slots."""
     causal = jnp.tril(jnp.ones((M, M), bool))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         def behind(x: jax.Array) -> jax.Array:
-            return x[:, T:].reshape(B, A, M, *x.shape[2:])
+            return x[:, T:].reshape(x.shape[0], -1, M, *x.shape[2:])
 
         pairs = k[:, :T], v[:, :T]
         none = k[:, :T, None][:, :, :0], v[:, :T, None][:, :, :0]
@@ -223,8 +233,4 @@ def unrolled(
         )
         return jnp.concatenate([out, slots], axis=1)
 
-    angles = config.angles(jnp.concatenate([positions, of_slots], axis=1))
-    a = hidden_states(params, config, hidden, embedded=embedded, angles=angles, attends=[attend] * config.layers)
-    a = rms_norm(a, params["final_norm"], config.norm_epsilon)
-    drafts = jnp.concatenate([ahead(a[:, :T], 0, anchors)[:, :, None], a[:, T:].reshape(B, A, M, D)], axis=2)
-    return jnp.moveaxis(drafts, 2, 0)
+    return attend

@@ -13,20 +13,19 @@ from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.recurrent import network
 from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.drafts.trained import TrainedDraft
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
 from specrl_jax.sharding import Partitioner
 
 
-class RecurrentDraft:
+class RecurrentDraft(TrainedDraft):
     """Base of drafts with a head over pairs (hidden state of position t, token t + 1), fed its own outputs.
 
     A head overrides `config`, `layer` and `logits`; `write_pairs` where it can do with less than the whole layer.
     """
 
     config: HeadConfig
-    longest = None
-    takes_anchors = False
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend

@@ -153,7 +153,7 @@ def test_the_kind_and_the_length_must_fit_the_block(tmp_path):
     folder = saved("dflash", tmp_path / "draft")
     with pytest.raises(InputError, match=r"is a drafter of draft\.kind=dflash"):
         options("dspark", folder)
-    with pytest.raises(InputError, match=r"draft\.vocab_size=9, the drafter .* has 24"):
+    with pytest.raises(InputError, match=r"draft\.vocab_size=9, the draft .* has 24"):
         options("dflash", folder, vocab_size=9)
     assert options("dflash", folder).longest == 3
 

@@ -39,7 +39,7 @@ def head_of(name):
 def save(folder, dialect, head=HEAD, dtype="float32", ids=IDS):
     """The parameters, exactly representable in `dtype`."""
     params = random_params(head, dtype=dtype)
-    eagle3_formats.save(str(folder), params, ids, head=head, target=TARGET, dtype=dtype, dialect=dialect)
+    eagle3_formats.save(str(folder), params, ids, config=head, target=TARGET, dtype=dtype, dialect=dialect)
     return params
 
 
@@ -117,7 +117,7 @@ def test_a_head_of_a_shallow_policy_comes_back(dialect, layers, tmp_path, partit
     target = dataclasses.replace(TARGET, layers=layers)
     head = eagle3.eagle3_config(target, 16)
     params = random_params(head)
-    eagle3_formats.save(str(tmp_path), params, IDS, head=head, target=target, dtype="float32", dialect=dialect)
+    eagle3_formats.save(str(tmp_path), params, IDS, config=head, target=target, dtype="float32", dialect=dialect)
     assert read_tensors(tmp_path)["fc.weight"].shape == (24, 24 * len(head.aux_layers))
     said = {AUX: list(head.aux_layers)} | ({"num_aux_hidden_states": 2} if layers == 2 else {})
     assert {key: value for key, value in read_config(tmp_path).items() if "aux" in key} == said
@@ -185,7 +185,7 @@ def test_the_nested_config_leaves_no_variant_to_a_default(saved, tmp_path):
         str(tmp_path),
         random_params(HEAD),
         IDS,
-        head=HEAD,
+        config=HEAD,
         target=TARGET,
         dtype="float32",
         dialect="speculators",
@@ -260,7 +260,7 @@ def test_a_heads_own_length_limit_neither_clamps_nor_comes_back(dialect, copy, t
     head, params = load(folder, partition)
     assert head == HEAD and head.max_positions == TARGET.max_positions
     eagle3_formats.save(
-        str(tmp_path / "again"), params, IDS, head=head, target=TARGET, dtype="float32", dialect=dialect
+        str(tmp_path / "again"), params, IDS, config=head, target=TARGET, dtype="float32", dialect=dialect
     )
     written = read_config(tmp_path / "again")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)

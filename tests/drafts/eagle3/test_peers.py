@@ -96,7 +96,7 @@ def test_a_head_of_ours_gives_the_same_logits_there(name, tmp_path, policy):
     head = dataclasses.replace(HEAD, **VARIANTS[name])
     params = random_params(head)
     eagle3_formats.save(
-        str(tmp_path), params, IDS, head=head, target=TARGET, dtype="float32", dialect="speculators", verifier=policy
+        str(tmp_path), params, IDS, config=head, target=TARGET, dtype="float32", dialect="speculators", verifier=policy
     )
     module = peer(tmp_path)
     theirs = peer_logits(module)
@@ -127,7 +127,7 @@ def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, par
         str(tmp_path / "ours"),
         random_params(head),
         IDS,
-        head=head,
+        config=head,
         target=TARGET,
         dtype="float32",
         dialect="speculators",
@@ -149,7 +149,7 @@ def test_what_they_take_when_norm_before_residual_is_not_said(tmp_path, policy):
         str(tmp_path),
         random_params(HEAD),
         IDS,
-        head=HEAD,
+        config=HEAD,
         target=TARGET,
         dtype="float32",
         dialect="speculators",

@@ -14,7 +14,7 @@ from experiments.hlo.programs import ProgramCounts, count_program, decode_pages,
 from experiments.hlo.report import iteration_rows, program_rows
 from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run import run
-from specrl_jax.dry_run.pages import PageCounts
+from specrl_jax.dry_run.fit import PageCounts
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.targets import TARGETS, installed
 from specrl_jax.sharding import make_mesh
@@ -55,7 +55,7 @@ def test_an_iteration_is_extended_and_what_is_unknown_stays_so():
 
 def test_an_iteration_of_what_runs_at_once_by_hand():
     """Four pages of a shard, 10 bytes without a live one and 20 with all: three sequences of one page, two of two."""
-    pages = PageCounts(4, 64, 1, live=[64, 128], at_once=[6, 4], fitting=None, temporaries={})
+    pages = PageCounts(4, 64, 1, live=[64, 128], at_once=[6, 4], fitting=None)
     found = ProgramCounts("generate: plain chunk", Count(), IterationBytes(1000, 5000, 4, kernels=9, blocks=False))
     rows = [row.split() for row in iteration_rows([found], pages, shards=2)]
     assert [row[-4:] for row in rows[2:3]] == [["4.00", "kB", "5.00", "kB"]] and rows[3][-1] == "9"

@@ -66,12 +66,13 @@ def test_ways_to_update_are_printed_where_a_disagreement_is_given(call):
     assert all(line.split()[-1] == "32" for line in lines[:3])
 
 
-@pytest.mark.parametrize("name", ["rlzero_0p6b", "rlzero_1p7b", "rlzero_30b_a3b", "rlzero_235b_a22b"])
+@pytest.mark.parametrize("name", ["rlzero_0p6b", "rlzero_0p6b:1p7b", "rlzero_30b_a3b", "rlzero_235b_a22b"])
 def test_hours_in_the_docstring_of_a_config_are_what_its_command_says(call, name):
-    path = ROOT / "configs" / f"{name}.py"
-    said = path.read_text()
-    command = re.search(rf"-m experiments\.simulator --config configs/{name}\.py (.*)", said)[1]
-    _, out, _ = call("--config", str(path), *command.split())
+    file, colon, variant = name.partition(":")
+    said = (ROOT / "configs" / f"{file}.py").read_text()
+    config = f"configs/{file}.py{colon}{variant}"
+    command = re.search(rf"-m experiments\.simulator --config {re.escape(config)} (.*)", said)[1]
+    _, out, _ = call("--config", str(ROOT / config), *command.split())
     step, low, high = (float(x) for x in re.search(r"plain step +([\d.]+) s \(([\d.]+) to ([\d.]+)\)", out).groups())
     steps = int(re.search(r"c\.steps = (\d+)", said)[1])
     expected = f"{step:.0f} s a step without drafts ({low:.0f} to {high:.0f}), "

@@ -22,7 +22,6 @@ from experiments.simulator.updates import (
     SYNCHRONOUS,
     Outside,
     exact_seconds,
-    expected_kept,
     expected_rest,
     simulate,
 )
@@ -173,6 +172,14 @@ def test_carried_rollouts_by_hand():
 
 
 # ---- the formula
+
+
+def expected_kept(lengths, disagreement):
+    """The expected share of the tokens before the first disagreement of each response, [N] tokens long."""
+    if disagreement in (0, 1):
+        return 1.0 - disagreement
+    kept = (1 - disagreement) / disagreement * -np.expm1(lengths * np.log1p(-disagreement))
+    return float(kept.sum() / lengths.sum())
 
 
 def lengths(count=256):
