@@ -19,8 +19,8 @@ from specrl_jax import cli
 from specrl_jax.config import TASKS, Config, schema
 from specrl_jax.config.page import values
 from specrl_jax.config.schema import keys
-from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.errors import one_line_warnings
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3

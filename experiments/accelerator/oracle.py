@@ -21,8 +21,8 @@ from kernels_pallas.verify.op import Draft, Noise
 from specrl_jax.decoding.drafters import Drafter, sample_draft
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.recurrent.network import DraftCache
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.recurrent.recurrent_network import DraftCache
 from specrl_jax.drafts.weights import Caches, Weights
 
 LOGIT = 40.0  # of the next token

@@ -24,7 +24,7 @@ from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
 from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params

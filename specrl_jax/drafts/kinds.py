@@ -31,16 +31,22 @@ class Kind:
 
 
 KINDS = {
-    "none": Kind("specrl_jax.drafts.lookup.draft:make_none"),
-    "eagle3": Kind("specrl_jax.drafts.eagle3.draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")),
-    "peagle": Kind("specrl_jax.drafts.peagle.draft:make", has_weights=True, formats=("speculators", "vllm")),
-    "mtp": Kind("specrl_jax.drafts.mtp.draft:make", has_weights=True, formats=("deepseek", "mimo")),
-    "dspark": Kind("specrl_jax.drafts.block.draft:make_dspark", has_weights=True, formats=("deepspec", "speculators")),
-    "dflash": Kind("specrl_jax.drafts.block.draft:make_dflash", has_weights=True, formats=("zlab", "speculators")),
-    "model": Kind("specrl_jax.drafts.small_model.draft:make", has_weights=True, own_sizes=True),
-    "self": Kind("specrl_jax.drafts.twin.draft:make", twin=True),
-    "ngram": Kind("specrl_jax.drafts.lookup.draft:make_ngram"),
-    "suffix": Kind("specrl_jax.drafts.lookup.draft:make_suffix"),
+    "none": Kind("specrl_jax.drafts.lookup.lookup_draft:make_none"),
+    "eagle3": Kind(
+        "specrl_jax.drafts.eagle3.eagle3_draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")
+    ),
+    "peagle": Kind("specrl_jax.drafts.peagle.peagle_draft:make", has_weights=True, formats=("speculators", "vllm")),
+    "mtp": Kind("specrl_jax.drafts.mtp.mtp_draft:make", has_weights=True, formats=("deepseek", "mimo")),
+    "dspark": Kind(
+        "specrl_jax.drafts.block.block_draft:make_dspark", has_weights=True, formats=("deepspec", "speculators")
+    ),
+    "dflash": Kind(
+        "specrl_jax.drafts.block.block_draft:make_dflash", has_weights=True, formats=("zlab", "speculators")
+    ),
+    "model": Kind("specrl_jax.drafts.small_model:make", has_weights=True, own_sizes=True),
+    "self": Kind("specrl_jax.drafts.twin:make", twin=True),
+    "ngram": Kind("specrl_jax.drafts.lookup.lookup_draft:make_ngram"),
+    "suffix": Kind("specrl_jax.drafts.lookup.lookup_draft:make_suffix"),
 }
 
 
@@ -86,7 +92,7 @@ def make_method(options: "DraftOptions", target: "Qwen3Config") -> "DraftMethod"
         raise InputError(
             f"draft.vocab_size={options.vocab_size}: draft.kind={options.kind} has the policy's vocabulary; leave 0"
         )
-    return _find("specrl_jax.drafts.lookup.draft:overridden")(method, options) if options.cascade else method
+    return _find("specrl_jax.drafts.lookup.lookup_draft:overridden")(method, options) if options.cascade else method
 
 
 def _find(path: str) -> "Callable[..., DraftMethod]":

@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-from specrl_jax.drafts.block.network import BlockConfig
+from specrl_jax.drafts.block.block_network import BlockConfig
 from specrl_jax.drafts.sizes import Head, head_layers
 from specrl_jax.models.flops import BYTES, Array
 from specrl_jax.models.qwen3 import Qwen3Config

@@ -1,6 +1,6 @@
 """The bytes of an engine's buffers are those of the docstrings' formulas.
 
-These are in models/cache.py (KVCache), drafts/recurrent/network.py (DraftCache) and decoding/lookup_cache.py.
+These are in models/cache.py (KVCache), drafts/recurrent/recurrent_network.py (DraftCache) and decoding/lookup_cache.py.
 """
 
 import functools
@@ -14,8 +14,8 @@ from specrl_jax.decoding.refill import empty_slots
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig

@@ -16,12 +16,12 @@ from specrl_jax.decoding.programs import PREEMPTION, Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.block import network as block
-from specrl_jax.drafts.block.draft import BlockDraft
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.peagle import network as peagle
-from specrl_jax.drafts.peagle.draft import PEagleDraft
+from specrl_jax.drafts.block import block_network as block
+from specrl_jax.drafts.block.block_draft import BlockDraft
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.peagle import peagle_network as peagle
+from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner

@@ -20,7 +20,7 @@ from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import commit
-from specrl_jax.drafts.lookup.draft import lookup_drafter
+from specrl_jax.drafts.lookup.lookup_draft import lookup_drafter
 from specrl_jax.errors import InputError, Stopped
 from tests.decoding.test_compiled import compilations
 from tests.helpers import toys

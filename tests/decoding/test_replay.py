@@ -17,7 +17,7 @@ from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.drafts.lookup.draft import lookup_drafter
+from specrl_jax.drafts.lookup.lookup_draft import lookup_drafter
 from tests.drafts.lookup.test_lookup import make_slots
 from tests.helpers import toys
 

@@ -25,8 +25,8 @@ LINES = dict(re.findall(r'^"(\w+)": (Kind\(.*\)),$', (ROOT / "docs/contributing.
 
 
 def module_of(name, monkeypatch):
-    """The example, imported as if it stood in its folder."""
-    path = f"specrl_jax.drafts.{name}.draft"
+    """The example, imported as if it stood among the kinds."""
+    path = f"specrl_jax.drafts.{name}"
     module = types.ModuleType(path)
     monkeypatch.setitem(sys.modules, path, module)
     exec((EXAMPLES / f"{name}.py").read_text(), module.__dict__)

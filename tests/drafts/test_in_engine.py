@@ -24,15 +24,15 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables, confidence_logits
-from specrl_jax.drafts.block import network as block
-from specrl_jax.drafts.block.draft import BlockDraft
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.mtp import network as mtp
-from specrl_jax.drafts.mtp.draft import MTPDraft
-from specrl_jax.drafts.peagle import network as peagle
-from specrl_jax.drafts.peagle.draft import PEagleDraft
-from specrl_jax.drafts.small_model.draft import SmallModelDraft
+from specrl_jax.drafts.block import block_network as block
+from specrl_jax.drafts.block.block_draft import BlockDraft
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
+from specrl_jax.drafts.peagle import peagle_network as peagle
+from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.small_model import SmallModelDraft
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3

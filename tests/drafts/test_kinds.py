@@ -18,10 +18,10 @@ from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts import kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
-from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.kinds import check_options, make_method
-from specrl_jax.drafts.mtp import checkpoint as mtp_formats
+from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3

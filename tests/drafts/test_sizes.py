@@ -2,7 +2,7 @@
 
 import pytest
 
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.sizes import head_parameters, priced_head
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params

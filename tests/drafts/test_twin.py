@@ -14,7 +14,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import make_method
-from specrl_jax.drafts.twin.draft import whole
+from specrl_jax.drafts.twin import whole
 from specrl_jax.drafts.weights import checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3

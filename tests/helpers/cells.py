@@ -10,7 +10,7 @@ from specrl_jax.decoding.history import History
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
+from specrl_jax.drafts.lookup.lookup_draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.distributions import greedy_response, observed, response_distribution
 from tests.helpers.exact import sequences

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.models.layers import Yarn
 from tests.helpers.policies import turned
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import DraftTerms, Mean
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.models import qwen3
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling

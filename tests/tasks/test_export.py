@@ -10,7 +10,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import DraftConfig, RolloutConfig, from_config_dict
-from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoint_reader import HostState

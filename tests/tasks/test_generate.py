@@ -13,10 +13,10 @@ from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.mtp import checkpoint as mtp_formats
-from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
+from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3

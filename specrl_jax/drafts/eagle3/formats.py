@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
+from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
 from specrl_jax.io.config_json import ConfigJson, Epsilon, Roped, Size
 from specrl_jax.io.hf import hf_config, read_rope, rope_scaling
 from specrl_jax.json_files import Checked

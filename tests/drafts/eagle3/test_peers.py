@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import qwen3

@@ -18,7 +18,7 @@ from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, commit, speculative_step
-from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
+from specrl_jax.drafts.lookup.lookup_draft import lookup_drafter, lookup_override
 from specrl_jax.drafts.lookup.search import BLOCK, Match, longest_match, look_up
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, flat_index, joint, sequences

@@ -23,7 +23,7 @@ import numpy as np
 import pydantic
 
 from specrl_jax.core import Params
-from specrl_jax.drafts.block.network import BlockConfig, param_specs
+from specrl_jax.drafts.block.block_network import BlockConfig, param_specs
 from specrl_jax.drafts.vocab_ids import read_ids, vocab_tensors
 from specrl_jax.io.config_json import ConfigJson, Qwen3Sizes, Size
 from specrl_jax.io.hf import check_heads, hf_config, read_rope

@@ -34,8 +34,8 @@ import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
+from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, param_specs
 from specrl_jax.drafts.eagle3.formats import FORMATS, Eagle3Format
-from specrl_jax.drafts.eagle3.network import Eagle3Config, param_specs
 from specrl_jax.drafts.vocab_ids import drafted, read_ids, vocab_tensors
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder

@@ -19,7 +19,8 @@ from specrl_jax.drafts.base import (
     DraftOptions,
     confidence_logits,
 )
-from specrl_jax.drafts.block import checkpoint, network
+from specrl_jax.drafts.block import block_checkpoint as checkpoint
+from specrl_jax.drafts.block import block_network as network
 from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError

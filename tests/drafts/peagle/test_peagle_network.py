@@ -11,9 +11,9 @@ import pytest
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import DraftInputs, TargetTables
-from specrl_jax.drafts.peagle import network
-from specrl_jax.drafts.peagle.draft import PEagleDraft
-from tests.drafts.block.test_network import ONE, TARGET, rms, softmax, turned
+from specrl_jax.drafts.peagle import peagle_network as network
+from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from tests.drafts.block.test_block_network import ONE, TARGET, rms, softmax, turned
 from tests.helpers.heads import drawn_params
 
 V, T, STEPS = TARGET.vocab, 9, 3

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.mtp import network as mtp
-from specrl_jax.drafts.mtp.draft import MTPDraft
+from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.models.cache import Paging

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import Params
-from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import Qwen3Sizes
 from specrl_jax.io.hf import hf_config, read_rope

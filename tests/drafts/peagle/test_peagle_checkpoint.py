@@ -6,10 +6,10 @@ import safetensors.numpy
 
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import make_method
-from specrl_jax.drafts.peagle.draft import FORMATS, PEagleDraft
+from specrl_jax.drafts.peagle.peagle_draft import FORMATS, PEagleDraft
 from specrl_jax.errors import InputError
-from tests.drafts.block.test_network import ONE, TARGET
-from tests.drafts.peagle.test_network import CONFIGS, params_of
+from tests.drafts.block.test_block_network import ONE, TARGET
+from tests.drafts.peagle.test_peagle_network import CONFIGS, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
 
 IDS = np.sort(np.random.default_rng(5).permutation(TARGET.vocab)[:10]).astype(np.int32)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.mtp import checkpoint as mtp_formats
-from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
+from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models.layers import Yarn

@@ -1,4 +1,4 @@
-"""Read and write P-EAGLE drafts as folders, in two of EAGLE-3's formats (drafts/eagle3/checkpoint.py):
+"""Read and write P-EAGLE drafts as folders, in two of EAGLE-3's formats (drafts/eagle3/eagle3_checkpoint.py):
 
     speculators  speculators_model_type "peagle", sizes in transformer_layer_config, mask_token_id     speculators
     vllm         an EAGLE-3 head with parallel_drafting, sizes at the top, ptd_token_id or pard_token  vLLM
@@ -16,8 +16,8 @@ import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
-from specrl_jax.drafts.eagle3.checkpoint import in_format, load_vocab_map
-from specrl_jax.drafts.peagle.network import PEagleConfig, extended, param_specs
+from specrl_jax.drafts.eagle3.eagle3_checkpoint import in_format, load_vocab_map
+from specrl_jax.drafts.peagle.peagle_network import PEagleConfig, extended, param_specs
 from specrl_jax.drafts.vocab_ids import vocab_tensors
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention.types import KEYS, VALUES
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.mtp import network as mtp
-from specrl_jax.drafts.mtp.draft import MTPDraft
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
 from specrl_jax.models import attention, qwen3
 from specrl_jax.models.cache import Paging, Table
 from specrl_jax.models.layers import init_params

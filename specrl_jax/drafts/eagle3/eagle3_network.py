@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, nested
-from specrl_jax.drafts.recurrent import network as recurrent
-from specrl_jax.drafts.recurrent.network import Angles, Attend, HeadConfig
+from specrl_jax.drafts.recurrent import recurrent_network as recurrent
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, matmul, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config

@@ -13,10 +13,11 @@ from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.peagle import checkpoint, network
-from specrl_jax.drafts.recurrent.draft import committed_pairs
-from specrl_jax.drafts.recurrent.network import Angles, Attend
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.peagle import peagle_checkpoint as checkpoint
+from specrl_jax.drafts.peagle import peagle_network as network
+from specrl_jax.drafts.recurrent.recurrent_draft import committed_pairs
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv

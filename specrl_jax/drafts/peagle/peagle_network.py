@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Leaf, Params, ahead, branch, nested, shift_left
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.network import Eagle3Config
-from specrl_jax.drafts.recurrent.network import Angles, Attend
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config

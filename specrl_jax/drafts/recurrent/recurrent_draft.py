@@ -11,8 +11,8 @@ from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.recurrent import network
-from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.drafts.recurrent import recurrent_network as network
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftCache, HeadConfig
 from specrl_jax.drafts.trained import TrainedDraft
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, ahead, branch, branches, nested
-from specrl_jax.drafts.recurrent.network import Angles, HeadConfig
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, HeadConfig
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3

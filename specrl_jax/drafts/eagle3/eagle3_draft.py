@@ -7,9 +7,10 @@ import jax
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions
-from specrl_jax.drafts.eagle3 import checkpoint, network
-from specrl_jax.drafts.recurrent.draft import RecurrentDraft
-from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as checkpoint
+from specrl_jax.drafts.eagle3 import eagle3_network as network
+from specrl_jax.drafts.recurrent.recurrent_draft import RecurrentDraft
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftCache
 from specrl_jax.drafts.trained import loaded_config
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.models import cache as kv

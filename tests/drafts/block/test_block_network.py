@@ -11,8 +11,8 @@ from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts import slots
 from specrl_jax.drafts.base import DraftInputs, TargetTables
-from specrl_jax.drafts.block import network
-from specrl_jax.drafts.block.draft import BlockDraft
+from specrl_jax.drafts.block import block_network as network
+from specrl_jax.drafts.block.block_draft import BlockDraft
 from specrl_jax.models import attention
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner

@@ -10,13 +10,13 @@ import safetensors.numpy
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.base import DraftOptions
-from specrl_jax.drafts.block import network
-from specrl_jax.drafts.block.draft import BlockDraft
+from specrl_jax.drafts.block import block_network as network
+from specrl_jax.drafts.block.block_draft import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.models.layers import Yarn
 from specrl_jax.training.plan import make_plan
-from tests.drafts.block.test_network import CONFIGS, ONE, TARGET, params_of
+from tests.drafts.block.test_block_network import CONFIGS, ONE, TARGET, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
 from tests.helpers.heads import drawn_params
 

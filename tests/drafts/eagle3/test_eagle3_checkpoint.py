@@ -11,8 +11,8 @@ import shutil
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.formats import write_head
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3

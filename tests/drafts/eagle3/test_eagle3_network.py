@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.models.cache import Paging
