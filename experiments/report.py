@@ -15,36 +15,23 @@ import collections
 import datetime
 import html
 import importlib
-import itertools
 import pathlib
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self
-
-import jinja2
-import numpy as np
-import pydantic
-from markupsafe import Markup
+from typing import NamedTuple
 
 from experiments import commands, forest
 from experiments.claims import finished_rows, markdown, put_table
+from experiments.run_page import run_page, version_text
 from experiments.verdicts import OPPOSITE, RULE, SHOWN, SIZES, UNDECIDED, Claim, mark_shared
-from specrl_jax.core import PHASES
 from specrl_jax.errors import InputError, fail
-from specrl_jax.io import rollout_html
-from specrl_jax.io.metrics import read_metrics
-from specrl_jax.io.plots import panel_svg, panels_of
-from specrl_jax.io.workdir import versions
-from specrl_jax.json_files import MEBIBYTE, Checked, check, parse_json, read_lines
 
 with commands.needed("pip install -r requirements-experiments.txt"):
     from markdown_it import MarkdownIt
 
 HERE = pathlib.Path(__file__).parent
 ROOT, FOREST = HERE.parent, HERE / "claims.png"
-TEMPLATE = HERE / "run.html"
-SAMPLE_BYTES = 64 * MEBIBYTE  # of a sample rollout: 30 bytes a token
 
 
 class ClaimFolder(NamedTuple):
@@ -100,11 +87,6 @@ th, td { border: 1px solid #bbb; padding: 3px 8px; text-align: left; vertical-al
 th { background: #eee } img { max-width: 100% }
 pre, code { background: #f3f3f3 } pre { padding: 8px; overflow-x: auto }
 section { border-top: 2px solid #111; margin-top: 3rem }
-"""
-RUN_STYLE = """
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem }
-.table td { white-space: nowrap }
-.facts { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 1.5rem 0 0 }
 """
 
 
@@ -198,10 +180,6 @@ def folders_page(found: Sequence[tuple[str, Claim]]) -> str:
     return page("specrl_jax: the reproduction", "\n".join(parts))
 
 
-def version_text() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions().items())
-
-
 def render(text: str, folder: pathlib.Path) -> str:
     """Render Markdown as HTML with the images of `folder` inlined."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"<!--.*?-->", "", text))
@@ -225,115 +203,6 @@ def page(title: str, body: str) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
 
-# ---- one run
-
-
-class Sample(Checked):
-    """A row of rollouts/step_N.jsonl, as far as the page shows it."""
-
-    id: int
-    prompt: str
-    token_texts: list[str]
-    draft_positions: list[int]
-    environment: list[bool] = pydantic.Field(default_factory=list)  # which of the tokens an environment wrote
-    draft_kind: str
-    reward: float
-    weights_version: int
-    draft_version: int
-
-    @pydantic.model_validator(mode="after")
-    def _one_position_a_token(self) -> Self:
-        if len(self.token_texts) != len(self.draft_positions):
-            raise ValueError("as many draft_positions as token_texts are needed")
-        if self.environment and len(self.environment) != len(self.token_texts):
-            raise ValueError("as many environment as token_texts are needed")
-        return self
-
-
-def run_page(workdir: pathlib.Path) -> str:
-    """Return the page of one run as HTML. Raises InputError for a workdir that has no metrics or damaged files."""
-    rows = read_metrics(str(workdir))
-    if not rows:
-        raise InputError(f"--run: {workdir} has no metrics.jsonl with a row in it; a workdir of task=train is needed")
-    steps = [row for row in rows if "time/total" in row]
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
-    return template.render(
-        name=workdir.resolve().name,
-        num_steps=len(steps),
-        versions=version_text(),
-        style=Markup(STYLE + RUN_STYLE + rollout_html.STYLE),
-        phases=phases_table(steps) if steps else [],
-        ends=ends_table(rows, steps),
-        curves=[(svg_url(image), words) for image, words in (panel_svg(draw, rows) for draw in panels_of(rows))],
-        steps=[shown_step(path) for path in sampled_steps(workdir)],
-    )
-
-
-def svg_url(image: str) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(image.encode()).decode()
-
-
-def phases_table(steps: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return (phase, seconds, share of the step) of the median step; the first, which compiles, is left out."""
-    timed = steps[1:] or steps
-    median = {p: float(np.median([row[f"time/{p}"] for row in timed])) for p in (*PHASES, "total")}
-    return [(p, f"{seconds:.3f}", f"{seconds / median['total']:.1%}") for p, seconds in median.items()]
-
-
-def ends_table(rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the first and the last value of reward, accuracy, speculation and policy metrics."""
-    wanted = re.compile(
-        r"reward/mean|eval/accuracy.*|spec/.*|policy/entropy|rollout/response_length_mean|rollout_vs_learner/kl"
-    )
-    names = dict.fromkeys(name for row in itertools.chain(steps, rows) for name in row if wanted.fullmatch(name))
-    lines = []
-    for name in names:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if values:
-            lines.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}"))
-    return lines
-
-
-def sampled_steps(workdir: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files of the last and the first step with sample rollouts."""
-    numbered = {step_of(path): path for path in (workdir / "rollouts").glob("step_*.jsonl")}
-    ends = sorted(numbered)[-1:] + sorted(numbered)[:-1][:1]
-    return [numbered[step] for step in ends]
-
-
-def step_of(path: pathlib.Path) -> int:
-    return int(path.stem.removeprefix("step_"))
-
-
-def shown_step(path: pathlib.Path, count: int = 8) -> dict[str, object]:
-    """Return what the template shows of one step: at most `count` rollouts."""
-    lines = itertools.islice(read_lines(str(path), SAMPLE_BYTES), count)
-    samples = [check(Sample, parse_json(text, str(path), line=line), f"{path}:{line}") for line, text in lines]
-    kind = samples[0].draft_kind if samples else ""
-    positions = [position for sample in samples for position in sample.draft_positions]
-    return {
-        "number": step_of(path),
-        "legend": Markup(rollout_html.legend(positions, kind, any(any(sample.environment) for sample in samples))),
-        "rollouts": [shown_rollout(sample) for sample in samples],
-    }
-
-
-def shown_rollout(sample: Sample) -> dict[str, object]:
-    texts, positions = sample.token_texts, sample.draft_positions
-    return {
-        "id": sample.id,
-        "reward": sample.reward,
-        "weights_version": sample.weights_version,
-        "draft_version": sample.draft_version,
-        "accepted": sum(position != 0 for position in positions),
-        "tokens": len(positions),
-        "prompt": Markup(rollout_html.text_block(sample.prompt)),
-        "response": Markup(
-            rollout_html.token_block(texts, positions, sample.draft_kind, environment=sample.environment)
-        ),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", required=True, type=pathlib.Path, help="an HTML file")
@@ -344,7 +213,7 @@ def main() -> None:
         parser.error("--docs cannot be combined with --run")
     try:
         found = [] if a.run else all_claims()
-        text = run_page(a.run) if a.run else folders_page(found)
+        text = run_page(a.run, STYLE) if a.run else folders_page(found)
         a.output.parent.mkdir(parents=True, exist_ok=True)
         a.output.write_text(text, encoding="utf-8")
     except (InputError, OSError) as error:

@@ -14,7 +14,7 @@ import urllib.parse
 
 import pytest
 
-from experiments import report
+from experiments import report, run_page
 from specrl_jax.core import PHASES
 from specrl_jax.errors import InputError
 from specrl_jax.io.plots import panels_of
@@ -96,7 +96,7 @@ def names_of(source):
 
 def test_the_page_of_a_run_says_what_its_files_say(workdir, monkeypatch):
     monkeypatch.setattr(report, "panels_of", lambda rows: panels_of(rows)[:1])  # drawing takes a third of a second
-    text = report.run_page(workdir)
+    text = run_page.run_page(workdir, report.STYLE)
     page = Page(text)
     assert page.all("h1") == [({}, workdir.name)]
     assert page.cells("reward/mean") == ["reward/mean", "0.125", "0.875"]
@@ -121,7 +121,7 @@ def test_turns_of_an_environment_are_told_apart(workdir, monkeypatch):
     monkeypatch.setattr(report, "panels_of", lambda rows: [])
     written = [False] * 3 + [True] * 2 + [False] * (len(TEXTS) - 5)
     (workdir / "rollouts/step_10.jsonl").write_text(json.dumps(sample(1000, environment=written)) + "\n")
-    page = Page(report.run_page(workdir))
+    page = Page(run_page.run_page(workdir, report.STYLE))
     spans = list(page.all("span", title="written by the environment"))
     assert [(attributes["class"], text) for attributes, text in spans] == [("token environment", t) for t in TEXTS[3:5]]
     assert "written by the environment" in [text for _, text in page.all("span", class_="token environment")]
@@ -186,7 +186,7 @@ def test_a_damaged_sample_is_one_line(change, named, workdir):
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], json.dumps(damaged), *lines[3:]]) + "\n")
     with pytest.raises(InputError) as error:
-        report.shown_step(path)
+        run_page.shown_step(path)
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
@@ -217,7 +217,7 @@ def frame(page, width):
 @pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium brings this test back")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_shows_it_at_any_width(width, workdir, tmp_path):
-    path, text = tmp_path / "frame.html", report.run_page(workdir)
+    path, text = tmp_path / "frame.html", run_page.run_page(workdir, report.STYLE)
     curves = [names_of(attributes["src"]) for attributes, _ in Page(text).all("img")]
     assert len(curves) == 6 and all("RL step" in names for names in curves)
     assert set.union(*curves) >= {"seconds", "response length, tokens", "gradient norm", "share of verifications"}
