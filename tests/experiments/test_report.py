@@ -95,7 +95,7 @@ def names_of(source):
 
 
 def test_the_page_of_a_run_says_what_its_files_say(workdir, monkeypatch):
-    monkeypatch.setattr(report, "panels_of", lambda rows: panels_of(rows)[:1])  # drawing takes a third of a second
+    monkeypatch.setattr(run_page, "panels_of", lambda rows: panels_of(rows)[:1])  # drawing takes a third of a second
     text = run_page.run_page(workdir, report.STYLE)
     page = Page(text)
     assert page.all("h1") == [({}, workdir.name)]
@@ -118,7 +118,7 @@ def test_the_page_of_a_run_says_what_its_files_say(workdir, monkeypatch):
 
 
 def test_turns_of_an_environment_are_told_apart(workdir, monkeypatch):
-    monkeypatch.setattr(report, "panels_of", lambda rows: [])
+    monkeypatch.setattr(run_page, "panels_of", lambda rows: [])
     written = [False] * 3 + [True] * 2 + [False] * (len(TEXTS) - 5)
     (workdir / "rollouts/step_10.jsonl").write_text(json.dumps(sample(1000, environment=written)) + "\n")
     page = Page(run_page.run_page(workdir, report.STYLE))
