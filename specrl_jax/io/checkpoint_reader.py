@@ -6,8 +6,9 @@ not keep the others waiting: all exchange what they found and take the same deci
 """
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -36,6 +37,18 @@ def with_packed(host: HostState, name: str, value: object) -> HostState:
     """Add a value that `serialize.pack` takes; `name` is its key, and the beginning of the names of its arrays."""
     packed = pack(value, name)
     return HostState(host.values | {name: packed.values}, {**host.arrays, **packed.arrays})
+
+
+@contextlib.contextmanager
+def of_this_version() -> Iterator[None]:
+    """Read host state in the body. Raises InputError where it lacks something or has another form."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"checkpoints: another version of specrl_jax wrote the host's state ({type(error).__name__}: {error}); "
+            "resume with that version, or start anew in another --workdir"
+        ) from None
 
 
 class CheckpointRecord(NamedTuple):

@@ -4,7 +4,7 @@ import time
 from typing import Protocol
 
 from specrl_jax.data.problem import Problem
-from specrl_jax.io.checkpoint_reader import HostState, with_packed
+from specrl_jax.io.checkpoint_reader import HostState, of_this_version, with_packed
 from specrl_jax.serialize import Packed, unpack
 from specrl_jax.training.generation import PrefetchedRollouts, Published, RolloutBatch, RolloutGenerator, never
 from specrl_jax.training.partial import PartialRollouts
@@ -73,5 +73,6 @@ def with_rollouts(host: HostState, prefetched: PrefetchedRollouts) -> HostState:
 
 
 def rollouts_of(host: HostState) -> PrefetchedRollouts:
-    """Return what `with_rollouts` added."""
-    return unpack(PrefetchedRollouts, Packed(host.values[PREFETCHED], dict(host.arrays)))
+    """Return what `with_rollouts` added. Raises InputError for what another version wrote."""
+    with of_this_version():
+        return unpack(PrefetchedRollouts, Packed(host.values[PREFETCHED], dict(host.arrays)))

@@ -8,6 +8,7 @@ from specrl_jax.config import Config
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.errors import InputError, printable
 from specrl_jax.io.agreement import named_files
+from specrl_jax.io.checkpoint_reader import of_this_version
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.learner.state import RunState
@@ -42,7 +43,9 @@ def check_files(workdir: str, config: Config, changed: bool) -> None:
     step = checkpoints.latest()
     if step is None:
         return
-    before, now = checkpoints.host_values(step)["files"], named_files(dataclasses.asdict(config))
+    with of_this_version():
+        before = checkpoints.host_values(step)["files"]
+    now = named_files(dataclasses.asdict(config))
     found = [
         f"{key}: {path} {_change(was.get(path), now[key].get(path))} since step {step}"
         for key, was in before.items()

@@ -13,7 +13,7 @@ from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy, FixedLe
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
-from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.io.checkpoint_reader import HostState, of_this_version
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.learner.draft_vocab import DraftVocabulary
 from specrl_jax.learner.state import RunState
@@ -182,12 +182,14 @@ class Speculation:
         state = saved.values
         self._step = state["step"]
         if self.controller and state["controller"]:
-            controller = Controller.restore(state["controller"])
+            with of_this_version():
+                controller = Controller.restore(state["controller"])
             # Costs measured for other shapes do not apply.
             if all(getattr(controller, x) == getattr(self.controller, x) for x in ("lengths", "sizes", "budget")):
                 self.controller = controller
         if self.alarm and state["alarm"]:
-            self.alarm = Alarm.restore(state["alarm"])
+            with of_this_version():
+                self.alarm = Alarm.restore(state["alarm"])
         arrays = dict(saved.arrays)
         if self._vocabulary and COUNTS in arrays:
             self._vocabulary.counts = arrays.pop(COUNTS)

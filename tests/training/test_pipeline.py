@@ -21,7 +21,7 @@ from specrl_jax.training.devices import Devices
 from specrl_jax.training.generation import PrefetchedRollouts, RolloutBatch
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.partial import NO_PARTIAL_ROLLOUTS
-from specrl_jax.training.pipeline import Sync, rollouts_of, with_rollouts
+from specrl_jax.training.pipeline import PREFETCHED, Sync, rollouts_of, with_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
@@ -220,11 +220,17 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag):
     assert first == second and ("evaluate", 2) in first and (lag or ("begin", 2, 1) in first)
 
 
+ANEW = "start anew in another --workdir"
+
+
 def test_a_checkpoint_keeps_prefetched_rollouts():
     prefetched = PrefetchedRollouts([RolloutBatch([], {}, {}, left=[])], [NO_PARTIAL_ROLLOUTS])
     host = with_rollouts(HostState({}, {}), prefetched)
     found = rollouts_of(host)
     assert found.batches == prefetched.batches and [left.problems for left in found.left] == [[]]
+    del host.values[PREFETCHED]["batches"][0]["seconds"]
+    with pytest.raises(InputError, match=f"another version .* wrote the host's state .*'seconds'.*{ANEW}"):
+        rollouts_of(host)
 
 
 # ---- interrupted runs: one learner and one rollout device, drafts copied from earlier answers to the same prompts

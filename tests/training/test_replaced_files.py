@@ -109,3 +109,10 @@ def test_the_module_of_a_reward_is_a_file_too(config, tmp_path, monkeypatch):
 def test_a_run_without_a_checkpoint_is_resumed(config, monkeypatch):
     monkeypatch.setattr(resume, "open_checkpoints", lambda *_: types.SimpleNamespace(latest=lambda: None))
     resume.check_files("runs/one", config, False)
+
+
+def test_a_checkpoint_of_another_version_is_refused(config, monkeypatch):
+    saved = types.SimpleNamespace(latest=lambda: 7, host_values=lambda step: {})
+    monkeypatch.setattr(resume, "open_checkpoints", lambda *_: saved)
+    with pytest.raises(InputError, match=r"another version of specrl_jax .*'files'"):
+        resume.check_files("runs/one", config, False)

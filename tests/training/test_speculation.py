@@ -10,6 +10,7 @@ import pytest
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
+from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation, coupled_acceptance
@@ -273,6 +274,16 @@ def test_everything_saved_comes_back():
     for one in (speculation, loaded):
         tripped(one)
     assert loaded.alarm == speculation.alarm
+
+
+@pytest.mark.parametrize(
+    "part, written", [("controller", {"arguments": {"hysteresis": 0.03}}), ("alarm", {"longest": 3, "error": 1e-6})]
+)
+def test_what_another_version_saved_is_refused(part, written):
+    setup = setup_of(adaptive=True)
+    saved = Speculation(*setup).state()
+    with pytest.raises(InputError, match="another version of specrl_jax"):
+        Speculation(*setup, saved._replace(values=saved.values | {part: written}))
 
 
 def test_the_turn_of_a_probe_is_kept():
