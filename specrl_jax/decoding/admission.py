@@ -30,9 +30,8 @@ class Admitted(NamedTuple):
     row: jax.Array  # [D, n] int32, among the rows of the shard
     offset: jax.Array  # [D, n] int32, 0: the row's last committed token; i: its draft i
     taken: jax.Array  # [D, n] bool, False: there are fewer drafts than the budget
-    flat_index: (
-        jax.Array
-    )  # [D, B / D, k + 1] int32, of a row's position among the n; arbitrary where it is none of them
+    # [D, B / D, k + 1] int32, of a row's position among the n; arbitrary where it is none of them
+    flat_index: jax.Array
     admitted: jax.Array  # [B] int32, drafts of each row
 
 

@@ -63,13 +63,10 @@ class MultiTurnBatch(ActiveBatch[Params, Cache]):
         assert scheduler.requests.responses is not None
         self._longest = scheduler.requests.responses  # most response tokens, those of the environment included
         self._waiting: dict[int, _Waiting] = {}  # by request
-        self._written: list[list[slice]] = [
-            [] for _ in range(scheduler.requests.total)
-        ]  # of each request, by its environment
-        self._prefilled = np.zeros(scheduler.requests.total, np.int32)  # behind the prompt, or again
-        self._ended = np.zeros(
-            scheduler.requests.total, bool
-        )  # a request's last turn, and its environment goes on no more
+        total = scheduler.requests.total
+        self._written: list[list[slice]] = [[] for _ in range(total)]  # of each request, by its environment
+        self._prefilled = np.zeros(total, np.int32)  # behind the prompt, or again
+        self._ended = np.zeros(total, bool)  # a request's last turn, and its environment goes on no more
 
     @property
     def active(self) -> np.ndarray:

@@ -1,8 +1,7 @@
 """The interface between a kind of draft and everything that handles drafts.
 
 A kind is a module or folder beside this file with a function `make(options, target) -> DraftMethod`, and one line in
-`kinds.py`.
-A kind with weights implements `DraftModel`. `docs/contributing.md` says how to add one.
+`kinds.py`. A kind with weights implements `DraftModel`. `docs/contributing.md` says how to add one.
 """
 
 import dataclasses

@@ -34,9 +34,8 @@ class ModelInputs(NamedTuple):
     targets: jax.Array | None = None  # [B, T] int32: return their log-probs and the entropy instead of logits
     counted: jax.Array | None = None  # [B, T] bool, the tokens that `routing` counts; None: all, padding too
     kept: KeptTokens | None = None  # the tokens that could be sampled as targets; None: all
-    experts: jax.Array | None = (
-        None  # [B, T, L k], a mixture's experts to take (models/qwen3/expert_record.py); None: none
-    )
+    # [B, T, L k], a mixture's experts to take (models/qwen3/expert_record.py); None: none
+    experts: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
