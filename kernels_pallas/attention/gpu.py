@@ -8,7 +8,7 @@ part holds depends on nothing but the positions, so a row's bits do not depend o
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,9 @@ def _attend(
     M = Q * N // K
     tiles, stored = -(-M // TILE), _stored(M)
     per_query = jnp.pad(jnp.repeat(seen, N // K, axis=1), ((0, 0), (0, tiles * TILE - M)), constant_values=-1)
+    options = PartOptions(min(T, BLOCK), T, H**-0.5, stored=stored, interpreted=interpret is not None)
     found = plgpu.kernel(
-        functools.partial(_part, min(T, BLOCK), T, H**-0.5, stored, interpret is not None),
+        functools.partial(_part, options),
         out_type=(
             jax.ShapeDtypeStruct((B, K, tiles, SPLITS, stored, max(H, LANES)), jnp.float32),
             jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
@@ -152,59 +153,23 @@ def _tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
 
 
-def _part(
-    run: int,
-    T: int,
-    scale: float,
-    stored: int,
-    interpreted: bool,
-    q_ref: Any,
-    seen_ref: Any,
-    held_ref: Any,
-    table_ref: Any,
-    pages_ref: Any,
-    out_ref: Any,
-    largest_ref: Any,
-    total_ref: Any,
-    q: Any,
-    seen_part: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    largest_part: Any,
-    total_part: Any,
-    q_barrier: Any,
-    barriers: Any,
-) -> None:
-    """Write a part's weighted values, largest scores and totals."""
+class PartOptions(NamedTuple):
+    """Static arguments of `_part`."""
+
+    run: int  # positions of a page that a block holds
+    T: int  # positions of a page
+    scale: float  # of the scores
+    stored: int  # rows of a tile that hold queries
     # The interpreter knows neither where values lie in registers nor a transposed operand of the tensor cores.
-    cast: Callable[[jax.Array, Any], jax.Array] = (lambda x, layout: x) if interpreted else plgpu.layout_cast
-    row, head, tile, split = (jax.lax.axis_index(name) for name in ("row", "head", "tile", "split"))
-    held, H, place = held_ref[row], q.shape[1], (row, head, tile, split)
-    # Block i of this part is block split + i SPLITS of the row.
-    count = jax.lax.div(jax.lax.div(held + (BLOCK - 1), BLOCK) - split + (SPLITS - 1), SPLITS)
-    queries = q_ref.at[row, head, pl.ds(tile * TILE, stored)]
-    plgpu.copy_gmem_to_smem(queries, q.at[pl.ds(0, stored)], q_barrier)
-    plgpu.copy_gmem_to_smem(seen_ref.at[row, pl.ds(tile * TILE, TILE)], seen_part, q_barrier)
+    interpreted: bool
 
-    def copy(i: jax.Array, slot: jax.Array) -> None:
-        first = (split + i * SPLITS) * BLOCK
-        for part in range(BLOCK // run):
-            # A page that the row does not have: one that it has, whose weights are 0.
-            start = jnp.minimum(first + part * run, held - 1)
-            page, offset = table_ref[row, jax.lax.div(start, T)], jax.lax.rem(first, T) if run < T else 0
-            for which, buffer in ((KEYS, keys), (VALUES, values)):
-                source = pages_ref.at[page, head, which, pl.ds(offset, run)]
-                plgpu.copy_gmem_to_smem(source, buffer.at[slot, pl.ds(part * run, run)], barriers.at[slot])
+    def cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        """Return x in a layout of registers."""
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
 
-    for slot in range(SLOTS):
-        pl.when(slot < count)(functools.partial(copy, jnp.int32(slot), jnp.int32(slot)))
-    plgpu.barrier_wait(q_barrier)
-    per_row = plgpu.Layout.WGMMA.reduce(1)
-    seen = cast(seen_part[...], per_row)
-
-    def matmul(a: jax.Array | jax.Ref, b: Any, transposed: bool = False) -> jax.Array:
-        if interpreted:
+    def matmul(self, a: jax.Array | jax.Ref, b: Any, transposed: bool = False) -> jax.Array:
+        """Return a b or, transposed, a b^T, in float32."""
+        if self.interpreted:
             return jnp.dot(a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32)
         b = plgpu.transpose_ref(b, (1, 0)) if transposed else b
 
@@ -214,31 +179,90 @@ def _part(
 
         return pl.run_scoped(multiply, plgpu.ACC((TILE, b.shape[1]), jnp.float32))
 
+
+class PartRefs(NamedTuple):
+    """Arguments, results and scratch of `_part`, in the order of the kernel's."""
+
+    q: Any
+    seen: Any
+    held: Any
+    table: Any
+    pages: Any
+    out: Any
+    largest: Any
+    total: Any
+    q_tile: Any
+    seen_tile: Any
+    keys: Any
+    values: Any
+    out_tile: Any
+    largest_tile: Any
+    total_tile: Any
+    q_barrier: Any
+    barriers: Any
+
+
+def _part(o: PartOptions, *arrays: Any) -> None:
+    """Write a part's weighted values, largest scores and totals; `arrays`: the fields of PartRefs."""
+    refs = PartRefs._make(arrays)
+    row, head, tile, split = (jax.lax.axis_index(name) for name in ("row", "head", "tile", "split"))
+    held, H, place = refs.held[row], refs.q_tile.shape[1], (row, head, tile, split)
+    # Block i of this part is block split + i SPLITS of the row.
+    count = jax.lax.div(jax.lax.div(held + (BLOCK - 1), BLOCK) - split + (SPLITS - 1), SPLITS)
+    queries = refs.q.at[row, head, pl.ds(tile * TILE, o.stored)]
+    plgpu.copy_gmem_to_smem(queries, refs.q_tile.at[pl.ds(0, o.stored)], refs.q_barrier)
+    plgpu.copy_gmem_to_smem(refs.seen.at[row, pl.ds(tile * TILE, TILE)], refs.seen_tile, refs.q_barrier)
+    copy = _copies(o, refs, held, row=row, head=head, split=split)
+    for slot in range(SLOTS):
+        pl.when(slot < count)(functools.partial(copy, jnp.int32(slot), jnp.int32(slot)))
+    plgpu.barrier_wait(refs.q_barrier)
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    seen = o.cast(refs.seen_tile[...], per_row)
+
     def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, out = sums
         slot = jax.lax.rem(i, SLOTS)
-        plgpu.barrier_wait(barriers.at[slot])
-        scores = matmul(q, keys.at[slot], transposed=True) * scale
-        columns = cast(jax.lax.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1), plgpu.Layout.WGMMA)
+        plgpu.barrier_wait(refs.barriers.at[slot])
+        scores = o.matmul(refs.q_tile, refs.keys.at[slot], transposed=True) * o.scale
+        columns = o.cast(jax.lax.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1), plgpu.Layout.WGMMA)
         there = columns + (split + i * SPLITS) * BLOCK <= _across(seen, BLOCK)
         scores = jnp.where(there, scores, -jnp.inf)
         new = jnp.maximum(largest, scores.max(axis=1))
         weights, shrink = jnp.exp(scores - _across(new, BLOCK)), jnp.exp(largest - new)
         total = total * shrink + weights.sum(axis=1)
-        added = matmul(weights.astype(values.dtype), values.at[slot])
+        added = o.matmul(weights.astype(refs.values.dtype), refs.values.at[slot])
         pl.when(i + SLOTS < count)(functools.partial(copy, i + SLOTS, slot))
         return new, total, out * _across(shrink, H) + added
 
     def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        return cast(jnp.full(shape, value, jnp.float32), layout)
+        return o.cast(jnp.full(shape, value, jnp.float32), layout)
 
     sums = filled((TILE,), -1e30, per_row), filled((TILE,), 0, per_row), filled((TILE, H), 0, plgpu.Layout.WGMMA)
-    largest_part[...], total_part[...], out[...] = jax.lax.fori_loop(0, count, add, sums)
+    refs.largest_tile[...], refs.total_tile[...], refs.out_tile[...] = jax.lax.fori_loop(0, count, add, sums)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, stored)], out_ref.at[*place, :, pl.ds(0, H)])
-    plgpu.copy_smem_to_gmem(largest_part, largest_ref.at[place])
-    plgpu.copy_smem_to_gmem(total_part, total_ref.at[place])
+    plgpu.copy_smem_to_gmem(refs.out_tile.at[pl.ds(0, o.stored)], refs.out.at[*place, :, pl.ds(0, H)])
+    plgpu.copy_smem_to_gmem(refs.largest_tile, refs.largest.at[place])
+    plgpu.copy_smem_to_gmem(refs.total_tile, refs.total.at[place])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _copies(
+    o: PartOptions, refs: PartRefs, held: jax.Array, *, row: jax.Array, head: jax.Array, split: jax.Array
+) -> Callable[[jax.Array, jax.Array], None]:
+    """Return what starts the copies of block i of a part to a slot; the row holds `held` positions."""
+
+    def copy(i: jax.Array, slot: jax.Array) -> None:
+        first = (split + i * SPLITS) * BLOCK
+        for part in range(BLOCK // o.run):
+            # A page that the row does not have: one that it has, whose weights are 0.
+            start = jnp.minimum(first + part * o.run, held - 1)
+            page = refs.table[row, jax.lax.div(start, o.T)]
+            offset = jax.lax.rem(first, o.T) if o.run < o.T else 0
+            for which, buffer in ((KEYS, refs.keys), (VALUES, refs.values)):
+                source = refs.pages.at[page, head, which, pl.ds(offset, o.run)]
+                plgpu.copy_gmem_to_smem(source, buffer.at[slot, pl.ds(part * o.run, o.run)], refs.barriers.at[slot])
+
+    return copy
 
 
 def _across(x: jax.Array, columns: int) -> jax.Array:

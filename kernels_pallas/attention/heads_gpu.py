@@ -4,8 +4,7 @@ One launch for what XLA makes three of: the norm, the rotation of queries, and t
 takes one key/value head of one token, a lane for each of its H numbers.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +61,7 @@ def place(
     ]
     # Not `plgpu.kernel`, which takes no reference that it could write to.
     queries = pl.kernel(
-        lambda *refs: pl.run_scoped(functools.partial(_place, epsilon, *refs), *scratch),
+        lambda *refs: pl.run_scoped(lambda *scratch: _place(epsilon, PlaceRefs._make((*refs, *scratch))), *scratch),
         out_type=jax.ShapeDtypeStruct((B, K, rows, H), pages.dtype),
         mesh=plgpu.Mesh(grid=(B, Q, K), grid_names=("row", "query", "head")),
         interpret=interpret,
@@ -70,48 +69,52 @@ def place(
     return queries, jax.freeze(pool)
 
 
-def _place(
-    epsilon: float,
-    fused_ref: Any,
-    q_scale_ref: Any,
-    k_scale_ref: Any,
-    turn_ref: Any,
-    page_ref: Any,
-    offset_ref: Any,
-    pages_ref: Any,
-    out_ref: Any,
-    vectors: Any,
-    scales: Any,
-    barrier: Any,
-) -> None:
+class PlaceRefs(NamedTuple):
+    """Arguments, results and scratch of `_place`, in the order of the kernel's."""
+
+    fused: Any
+    q_scale: Any
+    k_scale: Any
+    turn: Any
+    page: Any
+    offset: Any
+    pages: Any
+    out: Any
+    vectors: Any
+    scales: Any
+    barrier: Any
+
+
+def _place(epsilon: float, refs: PlaceRefs) -> None:
+    """Place the heads of one key/value head of one token."""
     row, query, head = (jax.lax.axis_index(name) for name in ("row", "query", "head"))
-    parts = fused_ref.shape[3]
+    parts, dtype = refs.fused.shape[3], refs.out.dtype
     R = parts - 2
     for i in range(parts):
-        plgpu.copy_gmem_to_smem(fused_ref.at[row, query, head, i], _vector(vectors, i), barrier)
-    for i, ref in enumerate((q_scale_ref, k_scale_ref)):
-        plgpu.copy_gmem_to_smem(ref, _vector(scales, i), barrier)
-    plgpu.barrier_wait(barrier)
-    cos, sin, low = (turn_ref[row, query, i] for i in range(3))
+        plgpu.copy_gmem_to_smem(refs.fused.at[row, query, head, i], _vector(refs.vectors, i), refs.barrier)
+    for i, ref in enumerate((refs.q_scale, refs.k_scale)):
+        plgpu.copy_gmem_to_smem(ref, _vector(refs.scales, i), refs.barrier)
+    plgpu.barrier_wait(refs.barrier)
+    cos, sin, low = (refs.turn[row, query, i] for i in range(3))
     low = low > 0
 
     def turned(i: int, which: int) -> jax.Array:
-        x, scale = (_vector(*at)[...] for at in ((vectors, i), (scales, which)))
+        x, scale = (_vector(*at)[...] for at in ((refs.vectors, i), (refs.scales, which)))
         wide = x.astype(jnp.float32)
         shrink = jax.lax.rsqrt(jnp.sum(wide * wide) / LANES + epsilon)
         normed = (scale * (wide * shrink).astype(x.dtype)).astype(jnp.float32)
-        x, scale = (_other_half(*at, low) for at in ((vectors, i), (scales, which)))
+        x, scale = (_other_half(*at, low) for at in ((refs.vectors, i), (refs.scales, which)))
         across = (scale * (x.astype(jnp.float32) * shrink).astype(x.dtype)).astype(jnp.float32)
-        return (normed * cos + across * sin).astype(x.dtype).astype(out_ref.dtype)
+        return (normed * cos + across * sin).astype(x.dtype).astype(dtype)
 
     for r in range(R):
-        out_ref[row, head, query * R + r] = turned(r, 0)
-    page, offset = page_ref[row, query], offset_ref[row, query]
+        refs.out[row, head, query * R + r] = turned(r, 0)
+    page, offset = refs.page[row, query], refs.offset[row, query]
 
-    @pl.when(page < pages_ref.shape[0])
+    @pl.when(page < refs.pages.shape[0])
     def _() -> None:
-        pages_ref[page, head, KEYS, offset] = turned(R, 1)
-        pages_ref[page, head, VALUES, offset] = _vector(vectors, R + 1)[...].astype(out_ref.dtype)
+        refs.pages[page, head, KEYS, offset] = turned(R, 1)
+        refs.pages[page, head, VALUES, offset] = _vector(refs.vectors, R + 1)[...].astype(dtype)
 
 
 def _vector(buffer: Any, i: int, shift: int = 0) -> Any:

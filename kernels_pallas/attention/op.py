@@ -1,8 +1,9 @@
-"""Attention over key/value pages on every platform: `attend` and `write` are the public functions of this folder."""
+"""Attention over key/value pages on every platform: the public functions of this folder."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from kernels_pallas.attention import blocks, gpu, heads_gpu, tpu
 from kernels_pallas.attention.types import Heads, Paging, Table
 from kernels_pallas.mapping import on_each_device
 
-__all__ = ["KERNELS", "AttentionKernel", "Heads", "Paging", "Table", "attend", "attend_fused", "empty_pool"]
-__all__ += ["fused_kernel", "kernel_of", "loaded", "read_pool", "write", "write_pool"]
+__all__ = ["KERNELS", "AttentionKernel", "Heads", "Paging", "Shards", "Table", "attend", "attend_fused", "empty_pool"]
+__all__ += ["kernel_of", "loaded", "read_pool", "write_pool"]
 
 # (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -44,6 +45,35 @@ Axes = str | tuple[str, ...] | None
 loaded = blocks.loaded
 
 
+class Shards(NamedTuple):
+    """Devices that hold the arrays, and the mesh axes that split them."""
+
+    mesh: Mesh | None = None  # None: one device
+    rows: Axes = None  # of the rows and, with them, the pages: the table has numbers of the row's own part
+    heads: Axes = None
+
+    @property
+    def device(self) -> jax.Device:
+        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+
+    @property
+    def by_row(self) -> PartitionSpec:
+        return PartitionSpec(self.rows)
+
+    @property
+    def by_head(self) -> PartitionSpec:
+        """Return the sharding of arrays [B, Q, K, ...]."""
+        return PartitionSpec(self.rows, None, self.heads)
+
+    @property
+    def pool(self) -> PartitionSpec:
+        """Return the sharding of pages [C, K, ...]."""
+        return PartitionSpec(self.rows, self.heads)
+
+
+ONE_DEVICE = Shards()
+
+
 def empty_pool(shape: tuple[int, ...], dtype: jnp.dtype, platform: str) -> jax.Array:
     """Return a pool of zeros, as the platform keeps values of `dtype`."""
     return jnp.zeros(shape, jnp.uint16 if platform == "cpu" and dtype == jnp.bfloat16 else dtype)
@@ -54,9 +84,8 @@ def attend(
     pages: jax.Array,
     table: jax.Array,
     positions: jax.Array,
-    mesh: Mesh | None = None,
-    rows: Axes = None,
-    heads: Axes = None,
+    *,
+    shards: Shards = ONE_DEVICE,
     kernel: AttentionKernel | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys and values of its row up to its own position.
@@ -69,18 +98,13 @@ def attend(
       pages: [C, K, 2, T, H], keys and values (`types.py`).
       table: [B, P] int32, pages of each row.
       positions: [B, Q] int32, ascending; negative: no query, its result is 0.
-      mesh: devices that hold the arrays; None: one.
-      rows: mesh axes that split the rows and, with them, the pages: the table has numbers of the row's own part.
-      heads: mesh axes that split the heads.
       kernel: replace that of the platform; tests pass interpreted ones.
     Returns:
       [B, Q, N, H] in the dtype of q.
     """
-    kernel = kernel or kernel_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])
-    fn = functools.partial(_attend, kernel)
-    by_head, by_row = PartitionSpec(rows, None, heads), PartitionSpec(rows)
-    specs = (by_head, PartitionSpec(rows, heads), by_row, by_row)
-    return on_each_device(fn, mesh, specs, out_specs=by_head)(q, pages, table, positions)
+    fn = functools.partial(_attend, kernel or kernel_of(shards.device))
+    specs = (shards.by_head, shards.pool, shards.by_row, shards.by_row)
+    return on_each_device(fn, shards.mesh, specs, out_specs=shards.by_head)(q, pages, table, positions)
 
 
 def _attend(
@@ -92,8 +116,42 @@ def _attend(
     return fn(q, pages, table, positions)
 
 
-def fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, *, device: jax.Device) -> AttendFused | None:
-    """Return what attends from a fused product [B, Q, K, R + 2, H] on this device; None: nothing does.
+def attend_fused(
+    fused: jax.Array,
+    heads: Heads,
+    *,
+    epsilon: float,
+    pages: jax.Array,
+    table: Table,
+    positions: jax.Array,
+    shards: Shards = ONE_DEVICE,
+) -> tuple[jax.Array, jax.Array] | None:
+    """Normalise and rotate the heads of a fused product, write keys and values, and `attend`, in few launches.
+
+    Args:
+      fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
+      epsilon: of the norm.
+    Returns:
+      [B, Q, N, H] in the dtype of `fused`, and the pages. None where no kernel does all of it.
+    """
+    kernel = _fused_kernel(fused, pages, table.read, device=shards.device)
+    if kernel is None:
+        return None
+
+    def fn(
+        fused: jax.Array, heads: tuple[jax.Array, ...], pages: jax.Array, table: Table, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return kernel(fused, Heads(*heads), epsilon, pages, table, positions)
+
+    by_row, replicated = shards.by_row, PartitionSpec()
+    # A prefix stands for both parts of the table.
+    specs = (shards.by_head, (replicated, replicated, by_row, by_row), shards.pool, by_row, by_row)
+    mapped = on_each_device(fn, shards.mesh, specs, out_specs=(shards.by_head, shards.pool))
+    return mapped(fused, tuple(heads), pages, table, positions)
+
+
+def _fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, *, device: jax.Device) -> AttendFused | None:
+    """Return what attends from a fused product on this device; None: nothing does.
 
     It takes all shapes or none of what devices hold parts of.
     """
@@ -105,41 +163,6 @@ def fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, *, device
     return kernel.attend_fused if kernel.fits(q, pages, table) else None
 
 
-def attend_fused(
-    kernel: AttendFused,
-    fused: jax.Array,
-    heads: Heads,
-    *,
-    epsilon: float,
-    pages: jax.Array,
-    table: Table,
-    positions: jax.Array,
-    mesh: Mesh | None = None,
-    rows: Axes = None,
-    split: Axes = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Normalise and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
-
-    Args:
-      fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
-      epsilon: of the norm.
-      split: mesh axes that split the heads; the other arguments are those of `attend`.
-    Returns:
-      [B, Q, N, H] in the dtype of `fused`; the pages.
-    """
-
-    def fn(
-        fused: jax.Array, heads: tuple[jax.Array, ...], pages: jax.Array, table: Table, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return kernel(fused, Heads(*heads), epsilon, pages, table, positions)
-
-    arrays = fused, tuple(heads), pages, table, positions
-    by_head, by_row, pool = PartitionSpec(rows, None, split), PartitionSpec(rows), PartitionSpec(rows, split)
-    # A prefix stands for both parts of the table.
-    specs = (by_head, (PartitionSpec(), PartitionSpec(), by_row, by_row), pool, by_row, by_row)
-    return on_each_device(fn, mesh, specs, out_specs=(by_head, pool))(*arrays)
-
-
 def kernel_of(device: jax.Device) -> AttentionKernel | None:
     """Return a device's kernel; None where `blocks` runs: on CPUs and on GPUs other than Hopper."""
     if device.platform == "gpu" and int(float(getattr(device, "compute_capability", 0))) != HOPPER:
@@ -147,45 +170,23 @@ def kernel_of(device: jax.Device) -> AttentionKernel | None:
     return KERNELS.get(device.platform)
 
 
-def write(
-    pages: jax.Array,
-    table: jax.Array,
-    positions: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    mesh: Mesh | None = None,
-    rows: Axes = None,
-    heads: Axes = None,
-) -> jax.Array:
-    """Write keys and values [B, Q, K, H] at `positions` [B, Q] of the rows' pages.
-
-    Where the table names no page, and at a negative position, nothing is written. The other arguments are those of
-    `attend`.
-    """
-    return write_pool(pages, table, positions, new=jnp.stack([keys, values], axis=3), mesh=mesh, rows=rows, heads=heads)
-
-
 def write_pool(
-    pool: jax.Array,
-    table: jax.Array,
-    positions: jax.Array,
-    *,
-    new: jax.Array,
-    mesh: Mesh | None = None,
-    rows: Axes = None,
-    heads: Axes = None,
+    pool: jax.Array, table: jax.Array, positions: jax.Array, *, new: jax.Array, shards: Shards = ONE_DEVICE
 ) -> jax.Array:
-    """Write new [B, Q, ...] to one pool: [C, K, 2, T, H] for new [B, Q, K, 2, H], [C, T, ...] otherwise."""
-    by_head = new.ndim == 5
-    pool_spec = PartitionSpec(rows, heads) if by_head else PartitionSpec(rows)
-    new_spec = PartitionSpec(rows, None, heads) if by_head else PartitionSpec(rows)
-    specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)
-    return on_each_device(blocks.write, mesh, specs, out_specs=pool_spec)(pool, table, positions, new)
+    """Write new [B, Q, ...] at `positions` [B, Q] of the rows' pages, which `table` [B, P] names.
+
+    Where it names no page, and at a negative position, nothing is written.
+
+    Args:
+      pool: [C, K, 2, T, H] for new [B, Q, K, 2, H], keys and values; [C, T, ...] otherwise.
+    """
+    by_row = shards.by_row
+    pool_spec, new_spec = (shards.pool, shards.by_head) if new.ndim == 5 else (by_row, by_row)
+    mapped = on_each_device(blocks.write, shards.mesh, (pool_spec, by_row, by_row, new_spec), out_specs=pool_spec)
+    return mapped(pool, table, positions, new)
 
 
-def read_pool(
-    pool: jax.Array, table: jax.Array, positions: jax.Array, *, mesh: Mesh | None = None, rows: Axes = None
-) -> jax.Array:
+def read_pool(pool: jax.Array, table: jax.Array, positions: jax.Array, *, shards: Shards = ONE_DEVICE) -> jax.Array:
     """Read `positions` [B, Q] of a pool [C, T, ...]: [B, Q, ...]; zeros where the table names no page."""
-    spec = PartitionSpec(rows)
-    return on_each_device(blocks.read, mesh, (spec, spec, spec), out_specs=spec)(pool, table, positions)
+    spec = shards.by_row
+    return on_each_device(blocks.read, shards.mesh, (spec, spec, spec), out_specs=spec)(pool, table, positions)

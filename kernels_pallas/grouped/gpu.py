@@ -28,9 +28,6 @@ SLOTS = 4  # steps copied at once: 64 KiB of matrices, so that three warpgroups'
 MOST_ROWS = 128  # of a tile: two sums of [64, 128] take half of a warpgroup's registers
 NARROW = (jnp.int8, jnp.float8_e4m3fn)
 
-# Of a column of the grid, the two blocks that a warpgroup multiplies by: (which matrix, its first column) each.
-Blocks = Callable[[jax.Array], list[tuple[int, jax.Array]]]
-
 
 class Buffers(NamedTuple):
     """Shared memory of a warpgroup."""
@@ -72,37 +69,35 @@ def swiglu(rows: jax.Array, owners: jax.Array, w: Matrices, interpret: object = 
     def as_they_are(*sums: jax.Array) -> list[jax.Array]:
         return list(sums)
 
-    def of_both(column: jax.Array) -> list[tuple[int, jax.Array]]:
-        return [(i, column * BLOCK) for i in (0, 1)]
-
-    def of_down(column: jax.Array) -> list[tuple[int, jax.Array]]:
-        return [(0, (2 * column + i) * BLOCK) for i in (0, 1)]
-
     middle, out = jax.ShapeDtypeStruct((J, M, F), rows.dtype), jax.ShapeDtypeStruct((J, M, D), jnp.float32)
-    hidden = run(rows, (w.gate, w.up), scales[:2], of_both, activated, middle, BLOCK)
-    return run(hidden, (w.down,), scales[2:], of_down, as_they_are, out, 2 * BLOCK)
+    hidden = run(rows, (w.gate, w.up), scales[:2], finish=activated, out=middle)
+    return run(hidden, (w.down,), scales[2:], finish=as_they_are, out=out)
 
 
 def _tiles(
     rows: jax.Array,
     matrices: tuple[jax.Array, ...],
     scales: tuple[jax.Array, ...],
-    blocks: Blocks,
+    *,
     finish: Callable[..., list[jax.Array]],
     out: jax.ShapeDtypeStruct,
-    width: int,
     owners: jax.Array,
     interpret: object,
 ) -> jax.Array:
-    """Multiply every tile that has an owner by the owner's columns, two blocks at a time.
+    """Multiply every tile that has an owner by the owner's columns, a block of both matrices or two blocks of one.
 
     Args:
       rows: [J, M, D] bfloat16.
-      matrices: [E, D, F] each.
+      matrices: one or two, [E, D, F] each.
       scales: of every matrix [E, 1, F], or none.
-      finish: (two sums [BLOCK, M] float32) -> the `width` columns of the result, [BLOCK, M] each.
+      finish: (two sums [BLOCK, M] float32) -> one or two blocks of the result's columns, [BLOCK, M] each.
     """
     (_, M, D), E, interpreted = rows.shape, len(matrices[0]), interpret is not None
+    width = 2 * BLOCK // len(matrices)  # columns of the result
+
+    def blocks(column: jax.Array) -> list[tuple[int, jax.Array]]:
+        """Return (which matrix, its first column) of the two blocks of a column of the grid."""
+        return [(i, column * BLOCK) if len(matrices) == 2 else (0, (2 * column + i) * BLOCK) for i in (0, 1)]
 
     def grouped_matmul(rows_ref: Any, owners_ref: Any, *refs: Any) -> None:
         given, refs = refs[: len(matrices)], refs[len(matrices) :]

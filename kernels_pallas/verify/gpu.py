@@ -77,10 +77,7 @@ def statistics(
     found = plgpu.kernel(
         body,
         out_type=tuple(options.shapes(R, blocks * TILES)),
-        scratch_types=[
-            plgpu.SMEM((TILES, 2, HALF), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=TILES),
-        ],
+        scratch_types=[plgpu.SMEM((TILES, 2, HALF), jnp.float32), plgpu.Barrier(num_arrivals=2, num_barriers=TILES)],
         grid=(R, blocks),
         grid_names=("row", "block"),
         interpret=interpret,

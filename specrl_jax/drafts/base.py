@@ -75,6 +75,12 @@ class DraftInputs(NamedTuple):
     dtype: jnp.dtype  # of the activations
     anchors: jax.Array | None = None  # [A] int32, tokens of every row that start a draft; None = all T
 
+    @property
+    def features(self) -> jax.Array:
+        """Return `aux` in the dtype of the activations."""
+        assert self.aux is not None, "the forward was asked for aux_layers"
+        return self.aux.astype(self.dtype)
+
 
 def confidence_logits(params: Params, outputs: jax.Array) -> jax.Array:
     """Return [...] logits of the chance that each draft is kept if those before it are, from outputs [..., D].

@@ -270,16 +270,9 @@ def _in_draft_vocabulary(kept: KeptTokens | None, tables: TargetTables) -> KeptT
 def _diagnostics(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:
     """Return diagnostics whose leaves are Means, so that microbatches add up."""
     terms = jax.lax.stop_gradient(terms)
-    return DraftDiagnostics(
-        target_entropy=cast(jax.Array, step_means(terms.entropy, pairs)),
-        kl=cast(jax.Array, step_means(terms.cross_entropy - terms.entropy, pairs)),
-        acceptance=cast(jax.Array, step_means(cumulative_acceptance(terms), pairs)),
-    )
+    values = DraftDiagnostics(terms.entropy, terms.cross_entropy - terms.entropy, cumulative_acceptance(terms))
+    return jax.tree.map(lambda x: step_means(x, pairs), values)
 
 
 def _values(sums: DraftDiagnostics) -> DraftDiagnostics:
-    return DraftDiagnostics(
-        target_entropy=cast(Mean, sums.target_entropy).value(),
-        kl=cast(Mean, sums.kl).value(),
-        acceptance=cast(Mean, sums.acceptance).value(),
-    )
+    return jax.tree.map(Mean.value, sums, is_leaf=lambda x: isinstance(x, Mean))

@@ -55,95 +55,60 @@ def init_tokens(width: int, shape: PageShape) -> jax.Array:
     return op.empty_pool((shape.pages, shape.tokens, width), shape.dtype, shape.platform)
 
 
+def _shards(partition: Partitioner) -> op.Shards:
+    return op.Shards(partition.mesh, partition.axes("batch"), partition.axes("kv_heads"))
+
+
 def write(pages: jax.Array, k: jax.Array, v: jax.Array, *, paging: Paging, partition: Partitioner) -> jax.Array:
     """Write k and v [B, Q, K, H]."""
-    return op.write(
-        pages,
-        paging.table.write,
-        paging.positions,
-        keys=k,
-        values=v,
-        mesh=partition.mesh,
-        rows=partition.axes("batch"),
-        heads=partition.axes("kv_heads"),
-    )
+    new = jnp.stack([k, v], axis=3)
+    return op.write_pool(pages, paging.table.write, paging.positions, new=new, shards=_shards(partition))
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, pages: jax.Array, paging: Paging, partition: Partitioner
-) -> tuple[jax.Array, jax.Array]:
-    """Write k and v [B, Q, K, H], then attend from q [B, Q, N, H] up to each query's own position.
-
-    Returns [B, Q, N, H] in the dtype of q, and the pages.
-    """
-    pages = write(pages, k, v, paging=paging, partition=partition)
-    return _attend(q, pages, paging.table.read, positions=paging.positions, partition=partition), pages
-
-
-def attend_up_to(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    pages: jax.Array,
-    paging: Paging,
-    last: jax.Array,
-    partition: Partitioner,
-) -> tuple[jax.Array, jax.Array]:
-    """Do as `attend`, but let each query read up to `last` [B, Q] int32, ascending, instead of its own position."""
-    pages = write(pages, k, v, paging=paging, partition=partition)
-    return _attend(q, pages, paging.table.read, positions=last, partition=partition), pages
-
-
-def _attend(
-    q: jax.Array, pages: jax.Array, table: jax.Array, *, positions: jax.Array, partition: Partitioner
-) -> jax.Array:
-    return op.attend(
-        q,
-        pages,
-        table,
-        positions=positions,
-        mesh=partition.mesh,
-        rows=partition.axes("batch"),
-        heads=partition.axes("kv_heads"),
-    )
-
-
-def attend_fused(
-    fused: jax.Array, heads: Heads, epsilon: float, *, pages: jax.Array, paging: Paging, partition: Partitioner
-) -> tuple[jax.Array, jax.Array] | None:
-    """Do in few launches what `attend` does of queries, keys and values that are normed and rotated first.
-
-    Returns what `attend` returns; None where no kernel does it.
+class PagedAttention:
+    """Attention of tokens [B, Q] over the pages of one layer, to which their keys and values are written first.
 
     Args:
-      fused: [B, Q, K, R + 2, H], not normed and not rotated: of each key/value head R queries, the key, the value.
-      epsilon: of the norm.
+      last: [B, Q] int32, ascending, the position up to which each query reads; None: its own.
+
+    Attributes:
+      pages: [C, K, 2, T, H]; after the call those with the new keys and values.
     """
-    kernel = op.fused_kernel(fused, pages, paging.table.read, device=partition.mesh.devices.flat[0])
-    if kernel is None:
-        return None
-    return op.attend_fused(
-        kernel,
-        fused,
-        heads,
-        epsilon=epsilon,
-        pages=pages,
-        table=paging.table,
-        positions=paging.positions,
-        mesh=partition.mesh,
-        rows=partition.axes("batch"),
-        split=partition.axes("kv_heads"),
-    )
+
+    def __init__(
+        self, pages: jax.Array, paging: Paging, partition: Partitioner, *, last: jax.Array | None = None
+    ) -> None:
+        self.pages, self._paging, self._partition = pages, paging, partition
+        self._last = paging.positions if last is None else last
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Return [B, Q, N, H] in the dtype of q, of q [B, Q, N, H], k and v [B, Q, K, H]."""
+        self.pages = write(self.pages, k, v, paging=self._paging, partition=self._partition)
+        return op.attend(q, self.pages, self._paging.table.read, self._last, shards=_shards(self._partition))
+
+    def fused(self, fused: jax.Array, heads: Heads, epsilon: float) -> jax.Array | None:
+        """Norm, rotate, write and attend from a fused product, as `op.attend_fused`; None where no kernel does."""
+        paging, shards = self._paging, _shards(self._partition)
+        found = op.attend_fused(
+            fused,
+            heads,
+            epsilon=epsilon,
+            pages=self.pages,
+            table=paging.table,
+            positions=paging.positions,
+            shards=shards,
+        )
+        if found is None:
+            return None
+        out, self.pages = found
+        return out
 
 
 def write_tokens(pool: jax.Array, paging: Paging, new: jax.Array, *, partition: Partitioner) -> jax.Array:
     """Write new [B, Q, D] to a pool [C, T, D]."""
-    return op.write_pool(
-        pool, paging.table.write, paging.positions, new=new, mesh=partition.mesh, rows=partition.axes("batch")
-    )
+    return op.write_pool(pool, paging.table.write, paging.positions, new=new, shards=_shards(partition))
 
 
 def read_tokens(pool: jax.Array, paging: Paging, partition: Partitioner) -> jax.Array:
     """Read [B, Q, D] from a pool [C, T, D]."""
-    return op.read_pool(pool, paging.table.read, paging.positions, mesh=partition.mesh, rows=partition.axes("batch"))
+    return op.read_pool(pool, paging.table.read, paging.positions, shards=_shards(partition))

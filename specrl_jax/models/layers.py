@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,16 @@ class ParamSpec:
       shape: of the learner's array; a leading "layers" axis is scanned.
       axes: logical axis of each dimension (specrl_jax.sharding).
       fan_in: input width; weights start with standard deviation 1 / sqrt(fan_in), 0 means ones (norm scales).
-      hf_name: Hugging Face tensor name, `{layer}` and `{expert}` standing for the leading axes.
+      hf_name: Hugging Face tensor name, `{layer}` and `{expert}` standing for the leading axes; '' = not stored.
       hf_layout: einops pattern from one Hugging Face tensor to one slice of `shape` without those leading axes; the
         sizes of the names on its right are that slice's shape.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    fan_in: int
-    hf_name: str
-    hf_layout: str
+    fan_in: int = 0
+    hf_name: str = ""
+    hf_layout: str = ""
 
     @property
     def size(self) -> int:
@@ -40,6 +41,56 @@ class ParamSpec:
 
 
 Specs = Mapping[str, ParamSpec]  # the tree of ParamSpec that describes a tree of Params
+
+
+class LayerSizes(Protocol):
+    """Sizes of a dense layer, in the letters of specrl_jax.core."""
+
+    @property
+    def embed(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def mlp(self) -> int: ...
+
+
+def layer_specs(c: LayerSizes, name: str) -> dict[str, ParamSpec]:
+    """Return the training layout of one dense Llama layer, whose Hugging Face tensors are `name`.*."""
+    D, H = c.embed, c.head_dim
+
+    def heads(count: int, axis: str, part: str) -> ParamSpec:
+        axes = ("embed", axis, "head_dim")
+        return ParamSpec((D, count, H), axes, D, f"{name}.self_attn.{part}.weight", hf_layout="(n h) d -> d n h")
+
+    def matrix(shape: tuple[int, int], axes: tuple[str, str], part: str) -> ParamSpec:
+        return ParamSpec(shape, axes, shape[0], f"{name}.mlp.{part}.weight", hf_layout="o i -> i o")
+
+    out_name = f"{name}.self_attn.o_proj.weight"
+    return {
+        "attention_norm": norm_spec(D, f"{name}.input_layernorm"),
+        "q": heads(c.heads, "heads", "q_proj"),
+        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
+        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
+        "o": ParamSpec((c.heads, H, D), ("heads", "head_dim", "embed"), c.heads * H, out_name, "d (n h) -> n h d"),
+        "mlp_norm": norm_spec(D, f"{name}.post_attention_layernorm"),
+        "gate": matrix((D, c.mlp), ("embed", "mlp"), "gate_proj"),
+        "up": matrix((D, c.mlp), ("embed", "mlp"), "up_proj"),
+        "down": matrix((c.mlp, D), ("mlp", "embed"), "down_proj"),
+    }
+
+
+def norm_spec(width: int, name: str, axis: str | None = "embed") -> ParamSpec:
+    """Return the spec of a norm's scale."""
+    return ParamSpec((width,), (axis,), hf_name=f"{name}.weight", hf_layout="a -> a")
+
+
+def table_spec(vocab: int, width: int, name: str, *, fan_in: int, axis: str | None = "embed") -> ParamSpec:
+    """Return the spec of a table [V, width] with a row for each id."""
+    return ParamSpec((vocab, width), ("vocab", axis), fan_in, hf_name=f"{name}.weight", hf_layout="v d -> v d")
 
 
 def init_params(key: jax.Array, specs: Specs, dtype: jnp.dtype = jnp.float32) -> Params:

@@ -76,23 +76,16 @@ def _parts(spec: ParamSpec, equation: str, rank: int) -> dict[str, ParamSpec]:
     inputs = equation.index("r") - len("...")
     outputs = len(equation.split("->")[1]) - len("...") - inputs
     lead, middle = len(spec.shape) - inputs - outputs, len(spec.shape) - outputs
-    a = ParamSpec(
-        (*spec.shape[:middle], rank),
-        (*spec.axes[:middle], None),
-        math.prod(spec.shape[lead:middle]),
-        hf_name="",
-        hf_layout="",
-    )
+    a = ParamSpec((*spec.shape[:middle], rank), (*spec.axes[:middle], None), fan_in=math.prod(spec.shape[lead:middle]))
     shape, axes = (*spec.shape[:lead], rank, *spec.shape[middle:]), (*spec.axes[:lead], None, *spec.axes[middle:])
-    return {"a": a, "b": ParamSpec(shape, axes, rank, hf_name="", hf_layout="")}
+    return {"a": a, "b": ParamSpec(shape, axes, rank)}
 
 
 def init_adapters(key: jax.Array, specs: Specs) -> Params:
     """Draw A and set B to zero."""
     drawn = init_params(key, specs)
-    return nested(
-        {}, **{name: {**branch(drawn, name), "b": jnp.zeros_like(branch(drawn, name)["b"])} for name in drawn}
-    )
+    parts = {name: branch(drawn, name) for name in drawn}
+    return nested({}, **{name: {**part, "b": jnp.zeros_like(part["b"])} for name, part in parts.items()})
 
 
 def attach(params: Mapping[str, Leaf], adapters: Mapping[str, Leaf], lora: LoRA) -> Mapping[str, Leaf]:

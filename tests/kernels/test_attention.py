@@ -122,7 +122,7 @@ def test_what_lies_beyond_a_query_changes_no_bit():
 def sharded(fn):
     """Return fn on four devices: rows with their pages over two, heads over two."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    return jax.jit(functools.partial(fn, mesh=mesh, rows="data", heads="tensor"))
+    return jax.jit(functools.partial(fn, shards=op.Shards(mesh, "data", "tensor")))
 
 
 @pytest.mark.slow
@@ -136,10 +136,9 @@ def test_sharded_is_unsharded():
     found = sharded(op.attend)(q, pages, table, positions)
     np.testing.assert_array_equal(found, jnp.concatenate([attend(*part) for part in parts]))
     new = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, 2, 64)), jnp.float32)
-    written = sharded(op.write)(pages, table, positions, new, -new)
-    halves = [
-        jax.jit(op.write)(part[1], part[2], part[3], new[i : i + 2], -new[i : i + 2]) for i, part in zip((0, 2), parts)
-    ]
+    new = jnp.stack([new, -new], axis=3)
+    written = sharded(op.write_pool)(pages, table, positions, new=new)
+    halves = [jax.jit(op.write_pool)(*part[1:], new=new[i : i + 2]) for i, part in zip((0, 2), parts)]
     jax.tree.map(np.testing.assert_array_equal, written, jax.tree.map(lambda *x: jnp.concatenate(x), *halves))
 
 
@@ -157,7 +156,7 @@ def test_what_is_written_is_read_and_nothing_else_changes(T, dtype):
     new = jnp.asarray(rng.normal(size=(4, 3, 2, 64)), jnp.float32)
     pages = blocks.stored(pages, dtype)
     positions = positions.at[1].set(jnp.array([-1, 62, 999]))  # no query, a position of the row, one without a page
-    written = jax.jit(op.write)(pages, table, positions, new, -new)
+    written = jax.jit(op.write_pool)(pages, table, positions, new=jnp.stack([new, -new], axis=3))
     expected = np.array(pages)
     for b, p in enumerate(np.asarray(positions)):
         for i, position in enumerate(p):
@@ -185,7 +184,7 @@ def test_a_loop_writes_its_pools_in_place():
     def run(pages, q, table, positions):
         def body(_, state):
             q, pages = state
-            pages = op.write(pages, table, positions, q[:, :, :2], q[:, :, 2:])
+            pages = op.write_pool(pages, table, positions, new=jnp.stack([q[:, :, :2], q[:, :, 2:]], axis=3))
             return op.attend(q, pages, table, positions), pages
 
         return jax.lax.fori_loop(0, 3, body, (q, pages))

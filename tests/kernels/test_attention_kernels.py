@@ -130,7 +130,7 @@ def in_turn(fused, heads, pages, table, positions):
     q = fused[..., :-2, :].reshape(*fused.shape[:2], -1, fused.shape[-1])
     angles = heads.sin, heads.cos
     q, k = (rotate(rms_norm(*x, 1e-6), angles) for x in ((q, heads.q_scale), (fused[..., -2, :], heads.k_scale)))
-    pages = op.write(pages, table.write, positions, k, fused[..., -1, :])
+    pages = op.write_pool(pages, table.write, positions, new=jnp.stack([k, fused[..., -1, :]], axis=3))
     return INTERPRETED["gpu"].attend(q, pages, table.read, positions), pages
 
 
@@ -166,7 +166,8 @@ def loop(platform, pages, q, table, positions):
     def body(state):
         i, q, pages = state
         K = pages.shape[1]
-        pages = op.write(pages, table, positions + i, q[:, :, :K], q[:, :, K : 2 * K])
+        new = jnp.stack([q[:, :, :K], q[:, :, K : 2 * K]], axis=3)
+        pages = op.write_pool(pages, table, positions + i, new=new)
         q = op.attend(q, pages, table, positions + i, kernel=op.KERNELS[PLATFORMS[platform]])
         return i + 1, q, pages
 

@@ -16,7 +16,9 @@ import pytest
 
 from specrl_jax.core import DraftTerms, Mean
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
 from specrl_jax.models import qwen3
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
@@ -36,6 +38,7 @@ from specrl_jax.rl.draft_losses import (
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.blocks import QUICKLY
 from tests.helpers.exact import log_softmax, rejection_chances, sequences, softmax
+from tests.helpers.unrolled import unrolled
 
 STEPS, B, T = 3, 4, 10
 V = 9
@@ -378,6 +381,7 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
 TARGET = qwen3.Qwen3Config(24, 16, 7, heads=4, kv_heads=2, head_dim=8, mlp=24, tied=True, max_positions=64)
 EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
 HEADS = {"eagle3": (eagle3, EAGLE, (3,)), "mtp": (mtp, MTP, ())}  # and the shape of its features before D
+DRAFTS = {"eagle3": Eagle3Draft, "mtp": MTPDraft}
 LENGTHS = [[6, 7, 5], [11, 5]]  # tokens of the sequences of each packed row
 ROW = 18  # the second has two tokens of padding
 PROMPT = 2
@@ -423,21 +427,14 @@ def head_and_sequences(kind):
 @functools.cache
 def losses_of_rows(kind):
     """(params, rows) -> {loss: [steps, B, T]}, through the head's unrolled pass."""
-    module, config, _ = HEADS[kind]
+    _, config, _ = HEADS[kind]
     table = np.random.default_rng(7).normal(size=(11, TARGET.embed)).astype("f4") / 2
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(params, rows):
         head = {name: w for name, w in params.items() if name != "unembed" or kind == "eagle3"}
-        outputs = module.unrolled(
-            head,
-            config,
-            rows["features"],
-            embedded=rows["embedded"],
-            steps=STEPS,
-            positions=rows["positions"],
-            segments=rows["segments"],
-        )
+        places = rows["positions"], rows["segments"]
+        outputs = unrolled(DRAFTS[kind](config), head, rows["features"], rows["embedded"], STEPS, *places)
         distribution = TargetDistribution(rows["hidden"], table, rows["normaliser"])
         terms = draft_terms(outputs, params["unembed"], distribution, tiling(1.0, 4))
         return {name: step_losses(name, terms) for name in LOSSES}

@@ -109,20 +109,8 @@ class BlockDraft(TrainedDraft):
         return block_drafter(self, config)
 
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
-        rows, aux, tables = inputs.rows, inputs.aux, inputs.tables
-        assert aux is not None, "the forward was asked for aux_layers"
-        outputs = network.unrolled(
-            params,
-            self.config,
-            aux.astype(inputs.dtype),
-            embed=tables.embed,
-            tokens=rows.tokens,
-            positions=rows.positions,
-            segments=rows.segments,
-            steps=inputs.steps,
-            anchors=inputs.anchors,
-        )
-        lm_head = params["unembed"] if self.has_vocab_map else tables.lm_head
+        outputs = network.unrolled(params, self.config, inputs)
+        lm_head = params["unembed"] if self.has_vocab_map else inputs.tables.lm_head
         if self.config.markov_rank:
             lm_head = jnp.concatenate([lm_head, params["markov_out"].astype(lm_head.dtype)], axis=1)
         return outputs, lm_head
@@ -155,15 +143,9 @@ def drafted_layer(
     Args:
       last: [B, Q], the position up to which a slot attends.
     """
-    written = pages
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        nonlocal written
-        out, written = kv.attend_up_to(q, k, v, pages=pages, paging=paging, last=last, partition=partition)
-        return out
-
+    attend = kv.PagedAttention(pages, paging, partition, last=last)
     x = network.hidden_states([w], config, x, angles=angles, attends=[attend])
-    return x, written
+    return x, attend.pages
 
 
 def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:

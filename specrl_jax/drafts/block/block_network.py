@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, ahead, branch, branches, nested
+from specrl_jax.drafts.base import DraftInputs
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, HeadConfig
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import ParamSpec, Specs, einsum, rms_norm, rotate
+from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm, rotate, table_spec
 from specrl_jax.models.qwen3 import Qwen3Config
 
 # (q [B, Q, N, H], k [B, Q, K, H], v [B, Q, K, H]) -> [B, Q, N, H]
@@ -105,46 +106,32 @@ def param_specs(config: BlockConfig) -> Specs:
     c = config
     D, A, r = c.embed, len(c.aux_layers), c.markov_rank
 
-    def norm(name: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, hf_name=f"{name}.weight", hf_layout="a -> a")
-
     def own_name(spec: ParamSpec) -> ParamSpec:
         return dataclasses.replace(spec, hf_name=spec.hf_name.removeprefix("model."))
 
     leaves = {
-        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, hf_name="fc.weight", hf_layout="d (a e) -> a e d"),
-        "hidden_norm": norm("hidden_norm"),
-        "final_norm": norm("norm"),
+        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, "fc.weight", "d (a e) -> a e d"),
+        "hidden_norm": norm_spec(D, "hidden_norm"),
+        "final_norm": norm_spec(D, "norm"),
     }
     if r:
-        leaves["markov_in"] = ParamSpec(
-            (c.vocab, r), ("vocab", None), r, hf_name="markov_head.markov_w1.weight", hf_layout="v r -> v r"
-        )
-        leaves["markov_out"] = ParamSpec(
-            (c.draft_vocab, r), ("vocab", None), r, hf_name="markov_head.markov_w2.weight", hf_layout="v r -> v r"
-        )
+        leaves["markov_in"] = table_spec(c.vocab, r, "markov_head.markov_w1", fan_in=r, axis=None)
+        leaves["markov_out"] = table_spec(c.draft_vocab, r, "markov_head.markov_w2", fan_in=r, axis=None)
     if c.confidence:
         width, name = D + r, "confidence_head.proj"
-        leaves["confidence"] = ParamSpec(
-            (1, width), (None, None), width, hf_name=f"{name}.weight", hf_layout="o a -> o a"
-        )
-        leaves["confidence_bias"] = ParamSpec((1,), (None,), 0, hf_name=f"{name}.bias", hf_layout="o -> o")
+        leaves["confidence"] = ParamSpec((1, width), (None, None), width, f"{name}.weight", "o a -> o a")
+        leaves["confidence_bias"] = ParamSpec((1,), (None,), 0, f"{name}.bias", "o -> o")
     if c.draft_vocab < c.vocab:
-        leaves["unembed"] = ParamSpec(
-            (c.draft_vocab, D), ("vocab", "embed"), D, hf_name="lm_head.weight", hf_layout="v d -> v d"
-        )
+        leaves["unembed"] = table_spec(c.draft_vocab, D, "lm_head", fan_in=D)
     return nested(leaves, layers=jax.tree.map(own_name, branch(qwen3.param_specs(c.block), "layers")))
 
 
 def inference_specs(config: BlockConfig) -> Specs:
-    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
-    width = len(config.aux_layers) * config.embed
+    """Return the shapes and axes of the inference layout, `inference_params`' result."""
     specs = {name: spec for name, spec in param_specs(config).items() if name not in ("layers", "unembed")}
-    specs["fc"] = ParamSpec((width, config.embed), (None, "embed"), 0, hf_name="", hf_layout="")
+    specs["fc"] = ParamSpec((len(config.aux_layers) * config.embed, config.embed), (None, "embed"))
     if config.draft_vocab < config.vocab:
-        specs["to_logits"] = ParamSpec(
-            (config.embed, config.draft_vocab), ("embed", "vocab"), 0, hf_name="", hf_layout=""
-        )
+        specs["to_logits"] = ParamSpec((config.embed, config.draft_vocab), ("embed", "vocab"))
     return nested(specs, layers=branches(qwen3.inference_specs(config.block), "layers"))
 
 
@@ -190,36 +177,20 @@ def hidden_states(
     return x
 
 
-def unrolled(
-    params: Params,
-    config: BlockConfig,
-    features: jax.Array,
-    *,
-    embed: jax.Array,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segments: jax.Array | None,
-    steps: int,
-    anchors: jax.Array | None = None,
-) -> jax.Array:
+def unrolled(params: Params, config: BlockConfig, inputs: DraftInputs) -> jax.Array:
     """Draft blocks on ground-truth text: that of row t has its anchor at token t + 1.
 
-    Args:
-      features: [B, T, A, D] of the target.
-      embed: [V, D], the target's table.
-      tokens, positions: [B, T] int32.
-      segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
-      steps: drafts that are returned, at most `longest`.
-      anchors: [A] int32, the rows t that start a block, the same of all B; None = all T.
     Returns:
-      [steps, B, A, D + r], inputs of the lm_head and of the Markov head's output; draft i of row t predicts token
-      t + 2 + i. Rows within 1 + i of the end are meaningless.
+      [steps, B, A, D + r], inputs of the lm_head and of the Markov head's output, with steps at most `longest`; draft
+      i of row t predicts token t + 2 + i. Rows within 1 + i of the end are meaningless.
     """
-    S, D = config.slots, config.embed
+    S, D, rows, features = config.slots, config.embed, inputs.rows, inputs.features
+    tokens, anchors, steps = rows.tokens, inputs.anchors, inputs.steps
     c, anchor = context(params, config, features), ahead(tokens, 1, anchors)
     B, A = anchor.shape
-    x = embed[slot_tokens(config, anchor)].astype(features.dtype).reshape(B, A * S, D)
-    here, of_slots = config.angles(positions), ahead(positions, 0, anchors)[:, :, None] + 1 + jnp.arange(S)[None, None]
+    x = inputs.tables.embed[slot_tokens(config, anchor)].astype(features.dtype).reshape(B, A * S, D)
+    here = config.angles(rows.positions)
+    of_slots = ahead(rows.positions, 0, anchors)[:, :, None] + 1 + jnp.arange(S)[None, None]
     layers = [jax.tree.map(lambda w, i=i: w[i], branch(params, "layers")) for i in range(config.layers)]
 
     def attention(w: Params) -> AttendBlock:
@@ -227,7 +198,7 @@ def unrolled(
 
         def attend(q: jax.Array, own_k: jax.Array, own_v: jax.Array) -> jax.Array:
             q, own_k, own_v = (x.reshape(B, A, S, *x.shape[2:]) for x in (q, own_k, own_v))
-            return slot_attention(q, (own_k, own_v), (k, v), segments=segments, anchors=anchors)
+            return slot_attention(q, (own_k, own_v), (k, v), segments=rows.segments, anchors=anchors)
 
         return attend
 

@@ -14,7 +14,7 @@ from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftC
 from specrl_jax.drafts.trained import loaded_config
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.models import cache as kv
-from specrl_jax.models.qwen3 import Output, Qwen3Config
+from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 FORMATS = tuple(checkpoint.FORMATS)
@@ -40,13 +40,10 @@ class Eagle3Draft(RecurrentDraft):
     config: network.Eagle3Config
     dialect: str = FORMATS[0]
 
-    def update_cache(
-        self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
-    ) -> DraftCache:
+    def hidden_states(self, params: Params, aux: jax.Array | None, hidden: jax.Array) -> jax.Array:
         # After `fc`: a third of the three features' size, and drafting needs it anyway.
-        assert out.aux is not None, "the forward was asked for aux_layers"
-        hidden = network.first_hidden(params, self.config, out.aux)
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition=partition))
+        assert aux is not None, "the forward was asked for aux_layers"
+        return network.first_hidden(params, self.config, aux)
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend
@@ -72,20 +69,11 @@ class Eagle3Draft(RecurrentDraft):
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return network.draft_logits(weights.draft, self.config, a)
 
-    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
-        rows, aux = inputs.rows, inputs.aux
-        assert aux is not None, "the forward was asked for aux_layers"
-        embedded, aux = inputs.tables.embed[rows.tokens].astype(inputs.dtype), aux.astype(inputs.dtype)
-        outputs = network.unrolled(
-            params,
-            self.config,
-            aux,
-            embedded=embedded,
-            steps=inputs.steps,
-            positions=rows.positions,
-            segments=rows.segments,
-        )
-        return outputs, params["unembed"]
+    def lm_head(self, params: Params, inputs: DraftInputs) -> jax.Array:
+        return params["unembed"]
+
+    def lm_head_input(self, params: Params, a: jax.Array) -> jax.Array:
+        return network.lm_head_input(params, self.config, a)
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the lm_head and the norm before it from the target, as speculators does."""

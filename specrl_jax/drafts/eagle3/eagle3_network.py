@@ -23,16 +23,26 @@ Published heads differ in four places, each a field of the config:
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, nested
-from specrl_jax.drafts.recurrent import recurrent_network as recurrent
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
-from specrl_jax.models.layers import ParamSpec, Specs, einsum, matmul, project_heads, rms_norm, rotate, swiglu
+from specrl_jax.models.layers import (
+    ParamSpec,
+    Specs,
+    einsum,
+    layer_specs,
+    matmul,
+    norm_spec,
+    project_heads,
+    rms_norm,
+    rotate,
+    swiglu,
+    table_spec,
+)
 from specrl_jax.models.qwen3 import Qwen3Config
 
 
@@ -89,50 +99,24 @@ def default_aux_layers(layers: int) -> tuple[int, ...]:
 def param_specs(config: Eagle3Config) -> Specs:
     """Return the training layout; Hugging Face names are those of SafeAILab, SpecForge and SGLang."""
     c = config
-    D, H, A = c.embed, c.head_dim, len(c.aux_layers)
-
-    def norm(name: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, hf_name=f"{name}.weight", hf_layout="a -> a")
-
-    def heads(count: int, axis: str, name: str) -> ParamSpec:
+    D, A = c.embed, len(c.aux_layers)
+    layer = layer_specs(c, "midlayer")
+    del layer["attention_norm"]
+    for name in "qkv":
+        spec = layer[name]
         # The leading 2 is [embedding; hidden].
-        shape, axes = (2, D, count, H), (None, "embed", axis, "head_dim")
-        return ParamSpec(
-            shape, axes, 2 * D, hf_name=f"midlayer.self_attn.{name}.weight", hf_layout="(n h) (c d) -> c d n h"
-        )
-
-    def inward(name: str) -> ParamSpec:
-        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, hf_name=f"midlayer.mlp.{name}.weight", hf_layout="f d -> d f")
-
-    specs = {
-        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, hf_name="fc.weight", hf_layout="d (a e) -> a e d"),
-        "input_norm": norm("midlayer.input_layernorm"),
-        "hidden_norm": norm("midlayer.hidden_norm"),
-        "q": heads(c.heads, "heads", "q_proj"),
-        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
-        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
-        "o": ParamSpec(
-            (c.heads, H, D),
-            ("heads", "head_dim", "embed"),
-            c.heads * H,
-            hf_name="midlayer.self_attn.o_proj.weight",
-            hf_layout="d (n h) -> n h d",
-        ),
-        "mlp_norm": norm("midlayer.post_attention_layernorm"),
-        "gate": inward("gate_proj"),
-        "up": inward("up_proj"),
-        "down": ParamSpec(
-            (c.mlp, D), ("mlp", "embed"), c.mlp, hf_name="midlayer.mlp.down_proj.weight", hf_layout="d f -> f d"
-        ),
-        "final_norm": norm("norm"),
-        "unembed": ParamSpec(
-            (c.draft_vocab, D), ("vocab", "embed"), D, hf_name="lm_head.weight", hf_layout="v d -> v d"
-        ),
+        layer[name] = ParamSpec((2, *spec.shape), (None, *spec.axes), 2 * D, spec.hf_name, "(n h) (c d) -> c d n h")
+    specs = layer | {
+        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, "fc.weight", "d (a e) -> a e d"),
+        "input_norm": norm_spec(D, "midlayer.input_layernorm"),
+        "hidden_norm": norm_spec(D, "midlayer.hidden_norm"),
+        "final_norm": norm_spec(D, "norm"),
+        "unembed": table_spec(c.draft_vocab, D, "lm_head", fan_in=D),
     }
     if c.norm_before_fc:
-        specs["features_norm"] = ParamSpec((A * D,), (None,), 0, hf_name="input_norm.weight", hf_layout="a -> a")
+        specs["features_norm"] = norm_spec(A * D, "input_norm", None)
     if c.fc_norm:
-        return nested(specs, fc_norm={name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES[:A])})
+        return nested(specs, fc_norm={name: norm_spec(D, f"fc_norm.{i}") for i, name in enumerate(_FEATURES[:A])})
     return specs
 
 
@@ -142,19 +126,14 @@ _CHANGED = ("fc", "q", "k", "v", "unembed")
 
 
 def inference_specs(config: Eagle3Config) -> Specs:
-    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
+    """Return the shapes and axes of the inference layout, `inference_params`' result."""
     c = config
-    specs = param_specs(c)
-
-    def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
-        return ParamSpec(shape, axes, 0, hf_name="", hf_layout="")
-
     return {
-        **{name: spec for name, spec in specs.items() if name not in _CHANGED},
-        "fc": spec((len(c.aux_layers) * c.embed, c.embed), None, "embed"),
-        "q": spec((2 * c.embed, c.heads, c.head_dim), "embed", "heads", "head_dim"),
-        "kv": spec((2 * c.embed, 2, c.kv_heads, c.head_dim), "embed", None, "kv_heads", "head_dim"),
-        "to_logits": spec((c.embed, c.draft_vocab), "embed", "vocab"),
+        **{name: spec for name, spec in param_specs(c).items() if name not in _CHANGED},
+        "fc": ParamSpec((len(c.aux_layers) * c.embed, c.embed), (None, "embed")),
+        "q": ParamSpec((2 * c.embed, c.heads, c.head_dim), ("embed", "heads", "head_dim")),
+        "kv": ParamSpec((2 * c.embed, 2, c.kv_heads, c.head_dim), ("embed", None, "kv_heads", "head_dim")),
+        "to_logits": ParamSpec((c.embed, c.draft_vocab), ("embed", "vocab")),
     }
 
 
@@ -217,7 +196,7 @@ def layer(
 
 def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
     """Return [B, T, Vd] float32 logits of a layer's output."""
-    read = _lm_head_input(params, config, a)
+    read = lm_head_input(params, config, a)
     if "to_logits" in params:
         return matmul("BTD,DV->BTV", read, params["to_logits"])
     return matmul("BTD,VD->BTV", read, params["unembed"])
@@ -235,7 +214,7 @@ def _final_norm(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array
     return rms_norm(a, params["final_norm"], config.norm_epsilon)
 
 
-def _lm_head_input(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+def lm_head_input(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
     """Return the input of the lm_head, given a layer's output."""
     return a if config.norm_output else _final_norm(params, config, a)
 
@@ -259,26 +238,3 @@ def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
         both = einsum("BTE,EPKH->BTPKH", z.reshape(*z.shape[:2], -1), params["kv"])
         return both[:, :, 0], both[:, :, 1]
     return einsum("BTCD,CDKH->BTKH", z, params["k"]), einsum("BTCD,CDKH->BTKH", z, params["v"])
-
-
-def unrolled(
-    params: Params,
-    config: Eagle3Config,
-    features: jax.Array,
-    *,
-    embedded: jax.Array,
-    steps: int,
-    positions: jax.Array,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """Apply the head to its own outputs on ground-truth tokens (training-time test, section 3.2, `recurrent.unroll`).
-
-    Arguments as in `recurrent.unroll`, features being those of its hidden states. Returns its outputs as one array
-    [steps, B, T, D], inputs of the lm_head.
-    """
-    head = functools.partial(layer, params, config)
-    hidden = first_hidden(params, config, features)
-    outputs = recurrent.unroll(
-        head, config, hidden, embedded=embedded, steps=steps, positions=positions, segments=segments
-    )
-    return _lm_head_input(params, config, jnp.stack(outputs))

@@ -50,7 +50,7 @@ def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
     """
 
     def draft(params: object, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, object]:
-        tokens, _ = _look_up(slots, k, min_match, max_match)
+        tokens, _ = look_up(slots, k, min_match=min_match, max_match=max_match)
         deterministic, num_drafted = jnp.ones(slots.length.shape, bool), (tokens >= 0).sum(axis=1, dtype=jnp.int32)
         return Draft(tokens, None, deterministic, num_drafted=num_drafted), slots.cache
 
@@ -66,7 +66,7 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
 
     def draft(params: object, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, object]:
         drafted, cache = neural.draft(params, slots, seed, k)
-        copied, matched = _look_up(slots, k, min_match, max_match)
+        copied, matched = look_up(slots, k, min_match=min_match, max_match=max_match)
         override = matched >= min_match
         tokens = jnp.where(override[:, None], copied, drafted.tokens)
         num_drafted = (tokens >= 0).sum(axis=1, dtype=jnp.int32)
@@ -75,16 +75,3 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
         return draft, cache
 
     return dataclasses.replace(neural, draft=draft)
-
-
-def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
-    return look_up(
-        slots.tokens,
-        slots.length,
-        slots.group,
-        sequence=slots.sequence,
-        lookup_cache=slots.lookup_cache,
-        k=k,
-        min_match=min_match,
-        max_match=max_match,
-    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.decoding.lookup_cache import LookupCache
+from specrl_jax.decoding.state import Slots
 
 # Distinct sentinels for positions before the first token: they never match a token or each other.
 _BEFORE_TEXT, _BEFORE_RECENT = -1, -2
@@ -84,38 +84,27 @@ def longest_match(recent: jax.Array, texts: jax.Array, length: jax.Array, group:
     return Match(text, best % S, best // S)
 
 
-def look_up(
-    tokens: jax.Array,
-    length: jax.Array,
-    group: jax.Array,
-    *,
-    sequence: jax.Array,
-    lookup_cache: LookupCache | None,
-    k: int,
-    min_match: int,
-    max_match: int,
-) -> tuple[jax.Array, jax.Array]:
+def look_up(slots: Slots, k: int, *, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
     """Return the k tokens after the longest match of each row's last tokens, and the length of that match.
 
-    The row's own text is searched first; another text of its group is used where its match is longer.
+    The row's own text is searched first; another text of its group in the lookup cache is used where its match is
+    longer.
 
     Args:
-      tokens: [B, S] int32, of `length` [B].
-      group: [B] int32, index into the C groups of the lookup cache; C = search the row's own text only.
-      sequence: [B] int32, index of the row's own text in its group.
       min_match: tokens, at least 1; nothing is copied after a shorter match.
       max_match: tokens compared.
     Returns:
       [B, k] int32, -1 where there is nothing to copy; copies from a row's own text wrap around at its end, so they are
       never short. Length [B] int32 of the match, at most max_match tokens.
     """
+    tokens, length, group, lookup_cache = slots.tokens, slots.length, slots.group, slots.lookup_cache
     recent = recent_tokens(tokens, length, max_match)
     match = longest_match(recent, tokens[:, None], length[:, None])
     copied = _continue(tokens, match.position, length, k)
     matched = match.length
     if lookup_cache is not None:
         lengths = lookup_cache.length.at[group].get(mode="fill", fill_value=0)
-        lengths = jnp.where(jnp.arange(lengths.shape[1])[None] == sequence[:, None], 0, lengths)
+        lengths = jnp.where(jnp.arange(lengths.shape[1])[None] == slots.sequence[:, None], 0, lengths)
         match = longest_match(recent, lookup_cache.tokens, lengths, group)
         text_length = jnp.take_along_axis(lengths, match.text[:, None], axis=1)
         positions = match.position[:, None] + jnp.arange(k)[None]

@@ -10,12 +10,10 @@ from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions, Vocab
 from specrl_jax.drafts.mtp import mtp_checkpoint as checkpoint
 from specrl_jax.drafts.mtp import mtp_network as network
 from specrl_jax.drafts.recurrent.recurrent_draft import RecurrentDraft
-from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftCache
+from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.models import cache as kv
 from specrl_jax.models.layers import matmul
-from specrl_jax.models.qwen3 import Output, Qwen3Config
-from specrl_jax.sharding import Partitioner
+from specrl_jax.models.qwen3 import Qwen3Config
 
 FORMATS = tuple(checkpoint.FORMATS)
 
@@ -43,11 +41,6 @@ class MTPDraft(RecurrentDraft):
     def vocab(self) -> int:
         return self.config.vocab
 
-    def update_cache(
-        self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
-    ) -> DraftCache:
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, out.hidden, partition=partition))
-
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend
     ) -> jax.Array:
@@ -56,19 +49,8 @@ class MTPDraft(RecurrentDraft):
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return matmul("BTD,DV->BTV", a, weights.policy["to_logits"])
 
-    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
-        rows, hidden = inputs.rows, inputs.hidden.astype(inputs.dtype)
-        embedded = inputs.tables.embed[rows.tokens].astype(inputs.dtype)
-        outputs = network.unrolled(
-            params,
-            self.config,
-            hidden,
-            embedded=embedded,
-            steps=inputs.steps,
-            positions=rows.positions,
-            segments=rows.segments,
-        )
-        return outputs, inputs.tables.lm_head
+    def lm_head(self, params: Params, inputs: DraftInputs) -> jax.Array:
+        return inputs.tables.lm_head
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the norm before the lm_head from the target, whose lm_head this head uses."""

@@ -16,17 +16,15 @@ where those are: vLLM and SGLang build the head from the config.json that the tw
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested
-from specrl_jax.drafts.recurrent import recurrent_network as recurrent
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import ParamSpec, Specs, einsum, rms_norm
+from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,26 +54,20 @@ def mtp_config(target: qwen3.Qwen3Config) -> MTPConfig:
 
 def param_specs(config: MTPConfig) -> Specs:
     """Return the training layout; Hugging Face names are DeepSeek's, with the target's depth for `{layer}`."""
-    D = config.embed
-
-    def norm(name: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, hf_name=f"model.layers.{{layer}}.{name}.weight", hf_layout="a -> a")
-
+    D, layer = config.embed, "model.layers.{layer}"
     # The leading 2 is [embedding; hidden].
     shape, axes = (2, D, D), (None, None, "embed")
     leaves = {
-        "embedding_norm": norm("enorm"),
-        "hidden_norm": norm("hnorm"),
-        "eh_proj": ParamSpec(
-            shape, axes, 2 * D, hf_name="model.layers.{layer}.eh_proj.weight", hf_layout="d (c e) -> c e d"
-        ),
-        "final_norm": norm("shared_head.norm"),
+        "embedding_norm": norm_spec(D, f"{layer}.enorm"),
+        "hidden_norm": norm_spec(D, f"{layer}.hnorm"),
+        "eh_proj": ParamSpec(shape, axes, 2 * D, f"{layer}.eh_proj.weight", "d (c e) -> c e d"),
+        "final_norm": norm_spec(D, f"{layer}.shared_head.norm"),
     }
     return nested(leaves, layers=branch(qwen3.param_specs(config.block), "layers"))
 
 
 def inference_specs(config: MTPConfig) -> Specs:
-    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
+    """Return the shapes and axes of the inference layout, `inference_params`' result."""
     return nested(param_specs(config), layers=branches(qwen3.inference_specs(config.block), "layers"))
 
 
@@ -102,24 +94,3 @@ def _block(params: Params) -> Params:
     """Return the one layer, from either layout of the weights."""
     layers: object = params["layers"]
     return branches(params, "layers")[0] if isinstance(layers, list) else jax.tree.map(lambda w: w[0], layers)
-
-
-def unrolled(
-    params: Params,
-    config: MTPConfig,
-    hidden: jax.Array,
-    *,
-    embedded: jax.Array,
-    steps: int,
-    positions: jax.Array,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """Apply the head to its own outputs on ground-truth tokens (training-time test, `recurrent.unroll`).
-
-    Arguments as in `recurrent.unroll`, features being those of its hidden states. Returns its outputs as one array
-    [steps, B, T, D], inputs of the policy's lm_head.
-    """
-    head = functools.partial(layer, params, config)
-    return jnp.stack(
-        recurrent.unroll(head, config, hidden, embedded=embedded, steps=steps, positions=positions, segments=segments)
-    )

@@ -17,7 +17,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.peagle import peagle_checkpoint as checkpoint
 from specrl_jax.drafts.peagle import peagle_network as network
 from specrl_jax.drafts.recurrent.recurrent_draft import committed_pairs
-from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
+from specrl_jax.drafts.recurrent.recurrent_network import Angles
 from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
@@ -76,35 +76,12 @@ class PEagleDraft(TrainedDraft):
         return peagle_drafter(self.config, config)
 
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
-        rows, aux = inputs.rows, inputs.aux
-        assert aux is not None, "the forward was asked for aux_layers"
-        outputs = network.unrolled(
-            params,
-            self.config,
-            aux.astype(inputs.dtype),
-            embed=inputs.tables.embed,
-            tokens=rows.tokens,
-            positions=rows.positions,
-            segments=rows.segments,
-            steps=inputs.steps,
-            anchors=inputs.anchors,
-        )
-        return outputs, params["unembed"]
+        return network.unrolled(params, self.config, inputs), params["unembed"]
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the lm_head, the norm before it and an embedding of its own from the target."""
         taken = {"unembed": lm_head, "final_norm": target["final_norm"]}
         return {**params, **taken, **({"embed": target["embed"]} if self.config.own_embedding else {})}
-
-
-def _attention(pages: list[jax.Array], i: int, places: kv.Paging, partition: Partitioner) -> Attend:
-    """Return attention over pages[i], which it replaces by those with the new keys and values."""
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out, pages[i] = kv.attend(q, k, v, pages=pages[i], paging=places, partition=partition)
-        return out
-
-    return attend
 
 
 @functools.partial(jax.jit, static_argnames=("config", "partition"))
@@ -119,9 +96,9 @@ def deeper_layer(
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply a layer but the first to x [B, Q, D] over its pages; return both. Jitted: they are traced once."""
-    written = [pages]
-    x = network.deeper_layer(w, config, x, angles=angles, attend=_attention(written, 0, places, partition))
-    return x, written[0]
+    attend = kv.PagedAttention(pages, places, partition)
+    x = network.deeper_layer(w, config, x, angles=angles, attend=attend)
+    return x, attend.pages
 
 
 def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
@@ -140,12 +117,13 @@ def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
         params: Weights, hidden: jax.Array, embedded: jax.Array, places: kv.Paging, cache: PairsCache
     ) -> tuple[jax.Array, PairsCache]:
         """Apply the layers to pairs and slots [B, Q], each attending up to its own place; return a [B, Q, D]."""
-        angles, written = c.angles(places.positions), list(cache.layers)
-        attend = _attention(written, 0, places, config.partition)
+        angles, attend = c.angles(places.positions), kv.PagedAttention(cache.layers[0], places, config.partition)
         a = eagle3.layer(params.draft, c, hidden, embedded=embedded, angles=angles, attend=attend)
         deeper = functools.partial(deeper_layer, places=places, config=c, partition=config.partition)
-        for i, w in enumerate(network.deeper_layers(params.draft, c), start=1):
-            a, written[i] = deeper(w, a, angles, pages=written[i])
+        written = [attend.pages]
+        for w, pages in zip(network.deeper_layers(params.draft, c), cache.layers[1:], strict=True):
+            a, pages = deeper(w, a, angles, pages=pages)
+            written.append(pages)
         return config.partition.constrain(a, "batch", None, None), cache._replace(layers=tuple(written))
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[PairsCache]]:

@@ -22,11 +22,22 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Leaf, Params, ahead, branch, nested, shift_left
+from specrl_jax.drafts.base import DraftInputs
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
-from specrl_jax.models.layers import ParamSpec, Specs, einsum, project_heads, rms_norm, rotate, swiglu
+from specrl_jax.models.layers import (
+    ParamSpec,
+    Specs,
+    einsum,
+    layer_specs,
+    project_heads,
+    rms_norm,
+    rotate,
+    swiglu,
+    table_spec,
+)
 from specrl_jax.models.qwen3 import Qwen3Config
 
 
@@ -59,53 +70,15 @@ def param_specs(config: PEagleConfig) -> Specs:
     D, A = c.embed, len(c.aux_layers)
     specs = {
         **eagle3.param_specs(c),
-        "mask_hidden": ParamSpec((A, D), (None, "embed"), 1, hf_name="mask_hidden", hf_layout="1 1 (a e) -> a e"),
+        "mask_hidden": ParamSpec((A, D), (None, "embed"), 1, "mask_hidden", "1 1 (a e) -> a e"),
     }
     if c.own_embedding:
-        specs["embed"] = ParamSpec(
-            (c.vocab, D), ("vocab", "embed"), 1, hf_name="embed_tokens.weight", hf_layout="v d -> v d"
-        )
-    return nested(specs, **{_name(i): _layer_specs(c, f"layers.{i}") for i in range(1, c.layers)})
+        specs["embed"] = table_spec(c.vocab, D, "embed_tokens", fan_in=1)
+    return nested(specs, **{_name(i): layer_specs(c, f"layers.{i}") for i in range(1, c.layers)})
 
 
 def _name(i: int) -> str:
     return f"layer_{i}"
-
-
-def _layer_specs(c: PEagleConfig, name: str) -> dict[str, ParamSpec]:
-    """Return the specs of a Llama layer."""
-    D, H = c.embed, c.head_dim
-
-    def norm(part: str) -> ParamSpec:
-        return ParamSpec((D,), ("embed",), 0, hf_name=f"{name}.{part}.weight", hf_layout="a -> a")
-
-    def heads(count: int, axis: str, part: str) -> ParamSpec:
-        axes = ("embed", axis, "head_dim")
-        return ParamSpec(
-            (D, count, H), axes, D, hf_name=f"{name}.self_attn.{part}.weight", hf_layout="(n h) d -> d n h"
-        )
-
-    def inward(part: str) -> ParamSpec:
-        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, hf_name=f"{name}.mlp.{part}.weight", hf_layout="f d -> d f")
-
-    o, down = (c.heads, H, D), ("mlp", "embed")
-    return {
-        "attention_norm": norm("input_layernorm"),
-        "q": heads(c.heads, "heads", "q_proj"),
-        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
-        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
-        "o": ParamSpec(
-            o,
-            ("heads", "head_dim", "embed"),
-            c.heads * H,
-            hf_name=f"{name}.self_attn.o_proj.weight",
-            hf_layout="d (n h) -> n h d",
-        ),
-        "mlp_norm": norm("post_attention_layernorm"),
-        "gate": inward("gate_proj"),
-        "up": inward("up_proj"),
-        "down": ParamSpec((c.mlp, D), down, c.mlp, hf_name=f"{name}.mlp.down_proj.weight", hf_layout="d f -> f d"),
-    }
 
 
 def _beyond_eagle3(params: Mapping[str, Leaf], config: PEagleConfig) -> dict[str, Leaf]:
@@ -115,7 +88,7 @@ def _beyond_eagle3(params: Mapping[str, Leaf], config: PEagleConfig) -> dict[str
 
 
 def inference_specs(config: PEagleConfig) -> Specs:
-    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
+    """Return the shapes and axes of the inference layout, `inference_params`' result."""
     return {**_beyond_eagle3(param_specs(config), config), **eagle3.inference_specs(config)}
 
 
@@ -166,39 +139,24 @@ def embedding(params: Params, embed: jax.Array) -> jax.Array:
     return params.get("embed", embed)
 
 
-def unrolled(
-    params: Params,
-    config: PEagleConfig,
-    features: jax.Array,
-    *,
-    embed: jax.Array,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segments: jax.Array | None,
-    steps: int,
-    anchors: jax.Array | None = None,
-) -> jax.Array:
+def unrolled(params: Params, config: PEagleConfig, inputs: DraftInputs) -> jax.Array:
     """Draft `steps` tokens on ground-truth text in one pass: slot d of row t is slot d behind pair t.
 
     A draft has all depths. P-EAGLE itself drops more of the deeper ones (COD), to save memory.
 
-    Args:
-      features: [B, T, A, D] of the target.
-      embed: [V, D], the target's table.
-      tokens, positions: [B, T] int32.
-      segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
-      anchors: [A] int32, the pairs t that start a draft, the same of all B rows; None = all T.
     Returns:
       [steps, B, A, D], inputs of the lm_head; draft d of row t predicts token t + 2 + d. Rows within 1 + d of the end
       are meaningless.
     """
-    B, T = tokens.shape
-    M, D, dtype = steps - 1, config.embed, features.dtype  # M mask slots
+    rows, embed, features = inputs.rows, inputs.tables.embed, inputs.features
+    positions, segments, anchors = rows.positions, rows.segments, inputs.anchors
+    B, T = rows.tokens.shape
+    M, D, dtype = inputs.steps - 1, config.embed, inputs.dtype  # M mask slots
     places = ahead(positions, 0, anchors)
     A = places.shape[1]
     of_pairs = (
         eagle3.first_hidden(params, config, features),
-        embedding(params, embed)[shift_left(tokens, 1)].astype(dtype),
+        embedding(params, embed)[shift_left(rows.tokens, 1)].astype(dtype),
     )
     masks = mask_slot(params, config, embed)
     # All pairs, then the slots behind the anchors.

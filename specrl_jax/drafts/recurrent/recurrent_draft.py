@@ -10,19 +10,21 @@ from specrl_jax.core import Params, stand_in
 from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
-from specrl_jax.drafts.base import DrafterConfig
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs
 from specrl_jax.drafts.recurrent import recurrent_network as network
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftCache, HeadConfig
 from specrl_jax.drafts.trained import TrainedDraft
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
+from specrl_jax.models.qwen3 import Output
 from specrl_jax.sharding import Partitioner
 
 
 class RecurrentDraft(TrainedDraft):
     """Base of drafts with a head over pairs (hidden state of position t, token t + 1), fed its own outputs.
 
-    A head overrides `config`, `layer` and `logits`; `write_pairs` where it can do with less than the whole layer.
+    A head overrides `config`, `layer`, `logits` and `lm_head`; `hidden_states` where these are not the target's;
+    `lm_head_input` where that is not the layer's output; `write_pairs` where it can do with less than the whole layer.
     """
 
     config: HeadConfig
@@ -37,6 +39,18 @@ class RecurrentDraft(TrainedDraft):
         """Return [B, Q, Vd] float32 of the layer's output [B, Q, D]."""
         raise NotImplementedError
 
+    def lm_head(self, params: Params, inputs: DraftInputs) -> jax.Array:
+        """Return the lm_head's table [Vd, D] in training."""
+        raise NotImplementedError
+
+    def hidden_states(self, params: Params, aux: jax.Array | None, hidden: jax.Array) -> jax.Array:
+        """Return the head's hidden states [B, T, D] of the target's features [B, T, A, D] and hidden states."""
+        return hidden
+
+    def lm_head_input(self, params: Params, a: jax.Array) -> jax.Array:
+        """Return the input of the lm_head, given the layer's output."""
+        return a
+
     def extend(
         self,
         params: Params,
@@ -48,15 +62,9 @@ class RecurrentDraft(TrainedDraft):
         partition: Partitioner,
     ) -> tuple[jax.Array, DraftCache]:
         """Apply the head to pairs [B, Q], each attending to pairs up to its own; return the output and the cache."""
-        written = []
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            out, pages = kv.attend(q, k, v, pages=cache.pages, paging=pairs, partition=partition)
-            written.append(pages)
-            return out
-
+        attend = kv.PagedAttention(cache.pages, pairs, partition)
         a = self.layer(params, hidden, embedded, angles=self.config.angles(pairs.positions), attend=attend)
-        return a, cache._replace(pages=written[0])
+        return a, cache._replace(pages=attend.pages)
 
     def write_pairs(
         self,
@@ -71,8 +79,35 @@ class RecurrentDraft(TrainedDraft):
         """Write keys and values of pairs [B, Q]. Under jit nothing after them is computed."""
         return self.extend(params, hidden, embedded, pairs=pairs, cache=cache, partition=partition)[1]
 
+    def outputs(self, params: Params, inputs: DraftInputs) -> jax.Array:
+        """Apply the head to its own outputs (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2).
+
+        Returns [steps, B, T, D], inputs of the lm_head.
+        """
+        rows, aux = inputs.rows, None if inputs.aux is None else inputs.features
+        embedded = inputs.tables.embed[rows.tokens].astype(inputs.dtype)
+        found = network.unroll(
+            functools.partial(self.layer, params),
+            self.config,
+            self.hidden_states(params, aux, inputs.hidden.astype(inputs.dtype)),
+            embedded=embedded,
+            steps=inputs.steps,
+            positions=rows.positions,
+            segments=rows.segments,
+        )
+        return self.lm_head_input(params, jnp.stack(found))
+
+    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
+        return self.outputs(params, inputs), self.lm_head(params, inputs)
+
     def init_cache(self, shape: kv.PageShape) -> DraftCache:
         return network.init_cache(self.config, shape)
+
+    def update_cache(
+        self, params: Params, cache: DraftCache, paging: kv.Paging, *, out: Output, partition: Partitioner
+    ) -> DraftCache:
+        hidden = self.hidden_states(params, out.aux, out.hidden)
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition=partition))
 
     def cache_axes(self) -> DraftCache:
         return DraftCache(stand_in(kv.TOKEN_AXES), stand_in(kv.PAGE_AXES))

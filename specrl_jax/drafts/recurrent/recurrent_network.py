@@ -74,7 +74,7 @@ def unroll(
     positions: jax.Array,
     segments: jax.Array | None,
 ) -> list[jax.Array]:
-    """Apply the layer to its own outputs on ground-truth tokens (training-time test, EAGLE-3, arXiv 2503.01840, 3.2).
+    """Apply the layer to its own outputs on ground-truth tokens.
 
     Row t of step i is draft step i of a speculation that starts at pair t. It attends to the step-0 keys of pairs <= t,
     made from true features, and to its own row only of every later step: that speculation's provisional entries.

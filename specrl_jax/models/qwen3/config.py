@@ -53,40 +53,17 @@ def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp:
     )
 
 
+# For tests: compiles in seconds.
+_NANO = Qwen3Config(128, 64, 2, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096)
+# The same with experts: the two of a token are together as wide as the mlp that they replace.
+_NANO_MOE = dataclasses.replace(_NANO, mlp=64, experts=8, experts_per_token=2, dense_mlp=128)
+
 PRESETS = {
-    # For tests: compiles in seconds.
-    "nano": Qwen3Config(128, 64, 2, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096),
+    "nano": _NANO,
     # The smallest depth that an EAGLE-3 head can read.
-    "nano_deep": Qwen3Config(128, 64, 7, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096),
-    # The same two with experts: the two of a token are together as wide as the mlp that they replace.
-    "nano_moe": Qwen3Config(
-        128,
-        64,
-        2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        mlp=64,
-        tied=True,
-        max_positions=4096,
-        experts=8,
-        experts_per_token=2,
-        dense_mlp=128,
-    ),
-    "nano_moe_deep": Qwen3Config(
-        128,
-        64,
-        7,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        mlp=64,
-        tied=True,
-        max_positions=4096,
-        experts=8,
-        experts_per_token=2,
-        dense_mlp=128,
-    ),
+    "nano_deep": dataclasses.replace(_NANO, layers=7),
+    "nano_moe": _NANO_MOE,
+    "nano_moe_deep": dataclasses.replace(_NANO_MOE, layers=7),
     # 3.5 M parameters, for examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
     "tiny": Qwen3Config(128, 192, 8, heads=6, kv_heads=2, head_dim=32, mlp=576, tied=True, max_positions=4096),
     # 0.9 M parameters, for the tasks of rooms: shallow, so that a CPU trains it in minutes.

@@ -58,15 +58,15 @@ DEFAULT = Options()
 class Output(NamedTuple):
     """Results of `forward`; None where not asked for."""
 
-    logits: jax.Array | None  # [B, T, V] float32
-    logprobs: jax.Array | None  # [B, T] float32, of `targets`
-    entropy: jax.Array | None  # [B, T] float32, nats
-    normaliser: jax.Array | None  # [B, T] float32, logsumexp of logits / temperature
-    aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
     hidden: jax.Array  # [B, T, D], input of the lm_head
-    cache: kv.KVCache | None
-    routing: jax.Array | None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
+    aux: jax.Array | None = None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
+    cache: kv.KVCache | None = None
+    routing: jax.Array | None = None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
     experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/qwen3/expert_record.py)
+    logits: jax.Array | None = None  # [B, T, V] float32
+    logprobs: jax.Array | None = None  # [B, T] float32, of `targets`
+    entropy: jax.Array | None = None  # [B, T] float32, nats
+    normaliser: jax.Array | None = None  # [B, T] float32, logsumexp of logits / temperature
 
 
 def forward(
@@ -114,25 +114,16 @@ def forward(
         )
         x, aux, routed, cache = _unrolled(branches(params, "layers"), x, decoded, cache, options.aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
-    logits = logprobs = entropy = normaliser = None
+    out = Output(x, aux, cache, routing=routed and routed.copies)
     if inputs.targets is not None:
         tiling = Tiling(options.vocab_tile, options.temperature, partition)
-        lm_head = lm_head_weight(params, config)
-        logprobs, entropy, normaliser = token_scores(x, lm_head, inputs.targets, tiling, inputs.kept)
+        scores = token_scores(x, lm_head_weight(params, config), inputs.targets, tiling, inputs.kept)
+        out = out._replace(logprobs=scores.logprobs, entropy=scores.entropy, normaliser=scores.normaliser)
     elif options.return_logits:
-        logits = lm_head_logits(params, config, x, partition=partition)
-    experts = to_record(routed.chosen, config) if routed and options.return_experts else None
-    return Output(
-        logits,
-        logprobs,
-        entropy,
-        normaliser=normaliser,
-        aux=aux,
-        hidden=x,
-        cache=cache,
-        routing=routed and routed.copies,
-        experts=experts,
-    )
+        out = out._replace(logits=lm_head_logits(params, config, x, partition=partition))
+    if routed and options.return_experts:
+        out = out._replace(experts=to_record(routed.chosen, config))
+    return out
 
 
 def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, *, partition: Partitioner) -> jax.Array:
@@ -250,26 +241,12 @@ def decoded_layer(
 
     Jitted, with all it reads as arguments, so that a program of L layers traces and lowers one. XLA inlines the calls.
     """
-    written = pages
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        nonlocal written
-        out, written = kv.attend(q, k, v, pages=pages, paging=paging, partition=partition)
-        return out
-
-    def attend_fused(fused: jax.Array, heads: kv.Heads) -> jax.Array | None:
-        nonlocal written
-        found = kv.attend_fused(fused, heads, config.norm_epsilon, pages=pages, paging=paging, partition=partition)
-        if found is None:
-            return None
-        out, written = found
-        return out
-
-    mlp = feed_forward(config, partition, counted)
+    attend, mlp = kv.PagedAttention(pages, paging, partition), feed_forward(config, partition, counted)
+    attend_fused = functools.partial(attend.fused, epsilon=config.norm_epsilon)
     x, routed = layer(
         x, w, config, angles=angles, attend=attend, mlp=mlp, sums=partition.sums(x.dtype), attend_fused=attend_fused
     )
-    return x, routed, written
+    return x, routed, attend.pages
 
 
 def layer(

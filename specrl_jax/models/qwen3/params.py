@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested, stand_in
-from specrl_jax.models.layers import ParamSpec, Specs
+from specrl_jax.models.layers import ParamSpec, Specs, layer_specs, norm_spec, table_spec
 from specrl_jax.models.lora import merged
 from specrl_jax.models.quantized import Quantized, quantize
 from specrl_jax.models.qwen3.config import Qwen3Config
@@ -28,101 +28,48 @@ SUMMED = {"qkv": (0,), "o": (0, 1), "gate": (-2,), "up": (-2,), "down": (-2,)}
 
 def param_specs(config: Qwen3Config) -> Specs:
     """Return the specs of the training layout."""
-    c, L = config, config.layers
-    layer = "model.layers.{layer}."
-
-    def norm(width: int, name: str) -> ParamSpec:
-        axis = "embed" if width == c.embed else "head_dim"
-        return ParamSpec((L, width), ("layers", axis), 0, hf_name=layer + name + ".weight", hf_layout="a -> a")
-
-    def heads(count: int, axis: str, name: str) -> ParamSpec:
-        shape, axes = (L, c.embed, count, c.head_dim), ("layers", "embed", axis, "head_dim")
-        return ParamSpec(shape, axes, c.embed, hf_name=f"{layer}self_attn.{name}.weight", hf_layout="(n h) d -> d n h")
-
-    layers = {
-        "attention_norm": norm(c.embed, "input_layernorm"),
-        "q": heads(c.heads, "heads", "q_proj"),
-        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
-        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
-        "q_norm": norm(c.head_dim, "self_attn.q_norm"),
-        "k_norm": norm(c.head_dim, "self_attn.k_norm"),
-        "o": ParamSpec(
-            (L, c.heads, c.head_dim, c.embed),
-            ("layers", "heads", "head_dim", "embed"),
-            c.heads * c.head_dim,
-            hf_name=layer + "self_attn.o_proj.weight",
-            hf_layout="d (n h) -> n h d",
-        ),
-        "mlp_norm": norm(c.embed, "post_attention_layernorm"),
-    } | _mlp_specs(c, layer)
-    table = ("vocab", "embed")
+    c = config
     specs = {
-        "embed": ParamSpec(
-            (c.vocab, c.embed), table, 2500, hf_name="model.embed_tokens.weight", hf_layout="v d -> v d"
-        ),
-        "final_norm": ParamSpec((c.embed,), ("embed",), 0, hf_name="model.norm.weight", hf_layout="a -> a"),
+        "embed": table_spec(c.vocab, c.embed, "model.embed_tokens", fan_in=2500),
+        "final_norm": norm_spec(c.embed, "model.norm"),
     }
     if not c.tied:
-        specs["unembed"] = ParamSpec(
-            (c.vocab, c.embed), table, c.embed, hf_name="lm_head.weight", hf_layout="v d -> v d"
-        )
-    return nested(specs, layers=layers)
+        specs["unembed"] = table_spec(c.vocab, c.embed, "lm_head", fan_in=c.embed)
+    return nested(specs, layers={name: _stacked(spec, "layers", c.layers) for name, spec in _layer(c).items()})
 
 
-def _mlp_specs(c: Qwen3Config, layer: str) -> dict[str, ParamSpec]:
+def _layer(c: Qwen3Config) -> dict[str, ParamSpec]:
+    """Return the specs of one layer."""
+    name = "model.layers.{layer}"
+    norms = {part: norm_spec(c.head_dim, f"{name}.self_attn.{part}", "head_dim") for part in ("q_norm", "k_norm")}
+    specs = layer_specs(c, name) | norms
+    if not c.experts:
+        return specs
     # A mixture of experts declares the same three matrices once per expert, and a router.
-    lead: tuple[int, ...] = (c.layers, c.experts) if c.experts else (c.layers,)
-    axes: tuple[str, ...] = ("layers", "experts") if c.experts else ("layers",)
-    name = layer + ("mlp.experts.{expert}." if c.experts else "mlp.")
-
-    def inward(part: str) -> ParamSpec:
-        return ParamSpec(
-            (*lead, c.embed, c.mlp),
-            (*axes, "embed", "mlp"),
-            c.embed,
-            hf_name=f"{name}{part}.weight",
-            hf_layout="f d -> d f",
+    for part in ("gate", "up", "down"):
+        of_one = dataclasses.replace(
+            specs[part], hf_name=specs[part].hf_name.replace(".mlp.", ".mlp.experts.{expert}.")
         )
+        specs[part] = _stacked(of_one, "experts", c.experts)
+    shape, axes = (c.embed, c.experts), ("embed", None)
+    return specs | {"router": ParamSpec(shape, axes, c.embed, f"{name}.mlp.gate.weight", "e d -> d e")}
 
-    down = ParamSpec(
-        (*lead, c.mlp, c.embed),
-        (*axes, "mlp", "embed"),
-        c.mlp,
-        hf_name=name + "down_proj.weight",
-        hf_layout="d f -> f d",
-    )
-    specs = {"gate": inward("gate_proj"), "up": inward("up_proj"), "down": down}
-    if c.experts:
-        shape, router_axes = (c.layers, c.embed, c.experts), ("layers", "embed", None)
-        specs["router"] = ParamSpec(
-            shape, router_axes, c.embed, hf_name=layer + "mlp.gate.weight", hf_layout="e d -> d e"
-        )
-    return specs
+
+def _stacked(spec: ParamSpec, axis: str, size: int) -> ParamSpec:
+    return dataclasses.replace(spec, shape=(size, *spec.shape), axes=(axis, *spec.axes))
 
 
 def inference_specs(config: Qwen3Config, kind: str = "none") -> Specs:
-    """Return the specs of the inference layout, without Hugging Face names and initialisation.
+    """Return the shapes and axes of the inference layout.
 
     Under a `kind` of quantization, `Quantized` of two specs stands for a quantised matrix.
     """
     c = config
-
-    def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
-        return ParamSpec(shape, axes, 0, hf_name="", hf_layout="")
-
-    layer = {
-        "attention_norm": spec((c.embed,), "embed"),
-        "qkv": spec((c.embed, c.kv_heads, c.queries_per_kv + 2, c.head_dim), "embed", "kv_heads", None, "head_dim"),
-        "q_norm": spec((c.head_dim,), "head_dim"),
-        "k_norm": spec((c.head_dim,), "head_dim"),
-        "o": spec((c.heads, c.head_dim, c.embed), "heads", "head_dim", "embed"),
-        "mlp_norm": spec((c.embed,), "embed"),
-    } | {name: spec(stacked.shape[1:], *stacked.axes[1:]) for name, stacked in _mlp_specs(c, "").items()}
-    tables = {
-        "embed": spec((c.vocab, c.embed), "vocab", "embed"),
-        "final_norm": spec((c.embed,), "embed"),
-        "to_logits": spec((c.embed, c.vocab), "embed", "vocab"),
-    }
+    layer = {name: spec for name, spec in _layer(c).items() if name not in "qkv"}
+    fused = (c.embed, c.kv_heads, c.queries_per_kv + 2, c.head_dim)
+    layer["qkv"] = ParamSpec(fused, ("embed", "kv_heads", None, "head_dim"))
+    tables = {name: param_specs(c)[name] for name in ("embed", "final_norm")}
+    tables["to_logits"] = ParamSpec((c.embed, c.vocab), ("embed", "vocab"))
     if kind != "none":
         layer = {name: _quantized_spec(w, SUMMED[name], kind) if name in SUMMED else w for name, w in layer.items()}
     return nested(tables, layers=[dict(layer) for _ in range(c.layers)])
@@ -135,7 +82,7 @@ def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...], kind: str) -> Para
     values = spec
     if kind == "int4":  # two in a byte
         values = dataclasses.replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] // 2))
-    return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes, 0, hf_name="", hf_layout=""))))
+    return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes))))
 
 
 def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, *, kind: str = "none") -> Params:

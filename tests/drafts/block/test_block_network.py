@@ -42,20 +42,17 @@ def text(seed=0):
     return tokens, *(rng.normal(size=shape).astype(np.float32) for shape in ((1, T, A, 16), (24, 16), (24, 16)))
 
 
-def logits_of(kind, tokens, features, embed, lm_head, segments=None, positions=None, anchors=None):
-    """[STEPS, 1, T, Vd] of the training pass."""
+def inputs_of(tokens, features, embed, lm_head, segments=None, positions=None, anchors=None):
     positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
     rows = Rows(*map(stand_in, (tokens, positions, tokens, tokens > 0)), segments)
     tables = TargetTables(jnp.asarray(embed), jnp.asarray(lm_head))
-    inputs = DraftInputs(
-        tables,
-        jnp.asarray(features),
-        jnp.zeros(()),
-        rows=rows,
-        steps=STEPS,
-        dtype=jnp.dtype("float32"),
-        anchors=anchors,
-    )
+    float32, hidden = jnp.dtype("float32"), jnp.zeros(())
+    return DraftInputs(tables, jnp.asarray(features), hidden, rows=rows, steps=STEPS, dtype=float32, anchors=anchors)
+
+
+def logits_of(kind, *arrays, **more):
+    """[STEPS, 1, T, Vd] of the training pass; arguments as of `inputs_of`."""
+    inputs = inputs_of(*arrays, **more)
     outputs, table = BlockDraft(CONFIGS[kind], "").unrolled(params_of(kind), inputs, ONE)
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
@@ -163,18 +160,7 @@ def test_long_rows_go_in_parts_to_the_same_gradient(monkeypatch):
 
     def gradient():
         def loss(params):
-            positions = jnp.arange(T, dtype=jnp.int32)[None]
-            found = network.unrolled(
-                params,
-                CONFIGS["dspark"],
-                features,
-                embed=embed,
-                tokens=tokens,
-                positions=positions,
-                segments=None,
-                steps=STEPS,
-            )
-            return jnp.sin(found).sum()
+            return jnp.sin(network.unrolled(params, CONFIGS["dspark"], inputs_of(tokens, features, embed, embed))).sum()
 
         return jax.jit(jax.grad(loss))(params_of("dspark"))
 

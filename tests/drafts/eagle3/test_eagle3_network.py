@@ -18,6 +18,7 @@ from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import own_pages
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.policies import row_positions
+from tests.helpers.unrolled import unrolled
 
 # Every size differs from every other, and N * H from D.
 TARGET = qwen3.Qwen3Config(
@@ -94,7 +95,7 @@ def expected(name, inputs, row, start, first_position=0):
 @functools.partial(jax.jit, static_argnums=1)
 def unrolled_logits(params, head, features, embedded, first_position=0):
     positions = first_position + row_positions(embedded[..., 0])
-    outputs = eagle3.unrolled(params, head, features, embedded=embedded, steps=STEPS, positions=positions)
+    outputs = unrolled(Eagle3Draft(head), params, features, embedded, STEPS, positions)
     table = params["to_logits"].T if "to_logits" in params else params["unembed"]
     return jnp.einsum("SBTD,VD->SBTV", outputs, table, preferred_element_type=jnp.float32)
 

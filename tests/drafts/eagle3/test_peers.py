@@ -14,12 +14,14 @@ import safetensors.numpy
 
 from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import qwen3
 from tests.helpers.heads import VARIANTS, random_params
 from tests.helpers.policies import random_params as random_policy
 from tests.helpers.policies import row_positions
+from tests.helpers.unrolled import unrolled
 
 NEEDS_SPECULATORS = (
     "needs speculators 0.9: `pip install speculators`, and `pip uninstall torchvision torchaudio` where torch is a CPU "
@@ -69,9 +71,8 @@ def our_logits(params, head, form):
     if form == "rollout":
         params = eagle3.inference_params(params, jnp.float32)
     embedded = POLICY["embed"][TOKENS][None]
-    outputs = eagle3.unrolled(
-        params, head, FEATURES[None], embedded=embedded, steps=STEPS, positions=row_positions(TOKENS[None])
-    )
+    positions = row_positions(TOKENS[None])
+    outputs = unrolled(Eagle3Draft(head), params, FEATURES[None], jnp.asarray(embedded), STEPS, positions)
     table = params["to_logits"].T if form == "rollout" else params["unembed"]
     return jnp.einsum("STD,VD->STV", outputs[:, 0], table)
 

@@ -1,5 +1,6 @@
 """Lookup drafts against their definition in plain Python, inside a loop on the device, and in the engine."""
 
+import collections
 import functools
 
 import hypothesis.strategies as st
@@ -61,18 +62,14 @@ def by_definition(tokens, length, group, sequence, lookup_cache, k, min_match, m
     return [tokens for tokens, _ in rows], [length for _, length in rows]
 
 
+# What a lookup reads of the slots.
+Texts = collections.namedtuple("Texts", "tokens length group sequence lookup_cache")
+
+
 @functools.partial(jax.jit, static_argnames=("k", "max_match"))
 def looked_up(tokens, length, group, sequence, lookup_cache, k, min_match, max_match):
-    return look_up(
-        tokens,
-        length,
-        group,
-        sequence=sequence,
-        lookup_cache=lookup_cache,
-        k=k,
-        min_match=min_match,
-        max_match=max_match,
-    )
+    slots = Texts(tokens, length, group, sequence, lookup_cache)
+    return look_up(slots, k, min_match=min_match, max_match=max_match)
 
 
 @st.composite
@@ -391,16 +388,7 @@ def fixed_drafter(deterministic, logits=True):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic):
     slots = some_slots(cache=jnp.int32(5))
-    found = look_up(
-        slots.tokens,
-        slots.length,
-        slots.group,
-        sequence=slots.sequence,
-        lookup_cache=slots.lookup_cache,
-        k=3,
-        min_match=1,
-        max_match=4,
-    )
+    found = look_up(slots, 3, min_match=1, max_match=4)
     copied, matched = (np.asarray(x) for x in found)
     threshold = 2
     long = matched >= threshold

@@ -16,6 +16,7 @@ from specrl_jax.models.layers import count_params, matmul
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import own_pages
 from tests.helpers.policies import SMALL, numpy_forward, row_positions
+from tests.helpers.unrolled import unrolled
 
 DRAFT = MTPDraft(mtp.mtp_config(SMALL))
 CONFIG = DRAFT.config
@@ -46,12 +47,10 @@ def inputs():
 
 
 @jax.jit
-def unrolled(params, inputs):
-    """[STEPS, B, T, V] float32 logits."""
+def unrolled_logits(params, inputs):
+    """[STEPS, B, T, V] float32."""
     hidden, embedded, lm_head = inputs
-    outputs = mtp.unrolled(
-        params, CONFIG, hidden, embedded=embedded, steps=STEPS, positions=row_positions(embedded[..., 0])
-    )
+    outputs = unrolled(DRAFT, params, hidden, embedded, STEPS, row_positions(embedded[..., 0]))
     return matmul("SBTD,VD->SBTV", outputs, lm_head)
 
 
@@ -102,7 +101,7 @@ def reference(params, inputs, row, start):
 
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_training_drafts_what_the_formula_says(params, inputs, start):
-    got = unrolled(params, inputs)[:, :, start]
+    got = unrolled_logits(params, inputs)[:, :, start]
     for row in range(B):
         np.testing.assert_allclose(got[:, row], reference(params, inputs, row, start), rtol=1e-4, atol=ATOL)
 
@@ -129,13 +128,13 @@ def test_serving_drafts_what_training_does(params, inputs, start):
             logits.append(matmul("BD,VD->BV", fed[:, 0], lm_head))
         return jnp.stack(logits)
 
-    np.testing.assert_allclose(serve(fused, inputs), unrolled(params, inputs)[:, :, start], atol=ATOL)
+    np.testing.assert_allclose(serve(fused, inputs), unrolled_logits(params, inputs)[:, :, start], atol=ATOL)
 
 
 @pytest.mark.slow
 def test_the_inference_layout_is_as_declared_and_gives_the_same_logits(params, inputs):
     fused = mtp.inference_params(params, jnp.float32)
-    np.testing.assert_allclose(unrolled(fused, inputs), unrolled(params, inputs), atol=ATOL)
+    np.testing.assert_allclose(unrolled_logits(fused, inputs), unrolled_logits(params, inputs), atol=ATOL)
     assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, mtp.inference_specs(CONFIG))
     halved = mtp.inference_params(params, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(halved)} == {jnp.dtype("bfloat16")}

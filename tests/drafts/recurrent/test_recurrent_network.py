@@ -18,10 +18,11 @@ from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.policies import row_positions
+from tests.helpers.unrolled import unrolled
 
 TARGET = qwen3.Qwen3Config(40, 24, 7, heads=4, kv_heads=2, head_dim=8, mlp=32, tied=True, max_positions=64)
 DRAFTS = {"eagle3": Eagle3Draft(eagle3.eagle3_config(TARGET, 16)), "mtp": MTPDraft(mtp.mtp_config(TARGET))}
-NETWORKS, FEATURES = {"eagle3": eagle3, "mtp": mtp}, {"eagle3": (3, 24), "mtp": (24,)}
+FEATURES = {"eagle3": (3, 24), "mtp": (24,)}
 CONFIG = DRAFTS["eagle3"].config
 ONE = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
 B, T = 2, 9
@@ -45,10 +46,7 @@ def test_a_pair_reads_nothing_that_serving_would_not_have_yet(kind):
     @jax.jit
     def run(features, embedded):
         positions = row_positions(embedded[..., 0])
-        unrolled = NETWORKS[kind].unrolled
-        return unrolled(
-            params_of(kind), DRAFTS[kind].config, features, embedded=embedded, steps=steps, positions=positions
-        )[:, :, t]
+        return unrolled(DRAFTS[kind], params_of(kind), features, embedded, steps, positions)[:, :, t]
 
     before = run(features, embedded)
     # Step i takes the token at t + 1 + i; those after the last step's are unknown.
@@ -75,9 +73,7 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
 
     def values():
         def loss(params, features):
-            out = eagle3.unrolled(
-                params, CONFIG, features, embedded=embedded, steps=3, positions=positions, segments=segments
-            )
+            out = unrolled(DRAFTS["eagle3"], params, features, embedded, 3, positions, segments)
             return jnp.sin(out).sum(), out
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, features)
@@ -99,7 +95,7 @@ def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
 
     def temporaries():
         def loss(params, features, embedded, positions):
-            return eagle3.unrolled(params, CONFIG, features, embedded=embedded, steps=steps, positions=positions).sum()
+            return unrolled(DRAFTS["eagle3"], params, features, embedded, steps, positions).sum()
 
         return jax.jit(jax.grad(loss)).lower(shapes, *rows, positions).compile().memory_analysis().temp_size_in_bytes
 
