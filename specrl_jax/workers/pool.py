@@ -246,9 +246,10 @@ class WorkerPool:
     def _give_back(self, job: _Job) -> None:
         """Let others do what a lost worker had, unless that is what ends them."""
         job.lost += 1
-        if job.lost == MOST_LOST:
+        if job.lost < MOST_LOST:
+            self._jobs.appendleft(job)
+        else:
             self._failed = self._failed or f"{job.lost} rollout workers left with the same rollouts; see what they said"
-        self._jobs.appendleft(job)
 
     def _next(self) -> _Job | None:
         """Wait for something to do; None: the run has ended."""
