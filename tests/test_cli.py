@@ -23,7 +23,7 @@ from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.errors import one_line_warnings
 from specrl_jax.io import hf
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
 
@@ -324,9 +324,9 @@ def files(tmp_path_factory):
 
 
 def save_checkpoints(folder):
-    model = qwen3.preset("nano_deep")
+    model = decoder.preset("nano_deep")
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), qwen3.param_specs(model))
+    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), decoder.param_specs(model))
     hf.save_params(str(folder / "checkpoint"), params, model, dtype="float32")
     for name in ("shape", "missing", "corrupt", "no_config", "llama"):
         shutil.copytree(folder / "checkpoint", folder / name)
@@ -463,7 +463,7 @@ def test_what_a_config_has_for_another_policy_gives_way_to_policy_path(call, fil
 
 
 def test_what_the_bad_ones_were_made_from_is_good(files):
-    model = qwen3.preset("nano_deep")
+    model = decoder.preset("nano_deep")
     assert hf.load_config(str(files / "checkpoint")) == model
     head = eagle3_formats.load_config(str(files / "head"), model)
     np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(files / "head"), head, model), np.arange(16))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.io import hf
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.rewards.function import load
 from tests.helpers.runs import ROOT, run_process
 from tests.helpers.tokenizers import QWEN_TEMPLATE, save_folder, trained
@@ -23,9 +23,9 @@ SHORT += ["draft.length=1", "draft.adaptive=False", "draft.compare_rounds=0"]
 @pytest.fixture
 def inputs(tmp_path):
     """A folder with a policy of four layers and its tokenizer, and the page's reward and rows."""
-    model = dataclasses.replace(qwen3.preset("nano_deep"), layers=4, vocab=384)
+    model = dataclasses.replace(decoder.preset("nano_deep"), layers=4, vocab=384)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32) / 8, qwen3.param_specs(model))
+    params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32) / 8, decoder.param_specs(model))
     (tmp_path / "policy").mkdir()
     hf.save_params(str(tmp_path / "policy"), params, model, dtype="float32")
     save_folder(trained(), tmp_path / "policy")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.hlo.count import count
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import HALFWAY, LEARNER, MESH_AXES, ROLLOUT, bytes_on_devices, make_mesh, partitioner
 
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
@@ -52,7 +52,7 @@ def test_the_tables_spell_mesh_axes_only():
 
 def test_halfway_no_device_gathers_weights_that_it_will_not_hold():
     """From fsdp 8 to four copies split in two: a device's half, and a quarter of that on the way."""
-    specs = qwen3.inference_specs(qwen3.preset("nano"), "none")
+    specs = decoder.inference_specs(decoder.preset("nano"), "none")
     copies = make_mesh(ONE | {"data": 4, "tensor": 2})
 
     def shardings(mesh, table):
@@ -99,16 +99,16 @@ def test_uneven_split_names_the_axis_and_the_sizes():
 def test_uneven_split_of_a_parameter_names_the_axis():
     # nano has 2 key/value heads: tensor=4 cannot split them.
     with pytest.raises(InputError, match=r"mesh\.tensor=4: cannot split the kv_heads axis of size 2 into 4"):
-        learner(data=2, tensor=4).shardings(qwen3.param_specs(qwen3.preset("nano")))
+        learner(data=2, tensor=4).shardings(decoder.param_specs(decoder.preset("nano")))
 
 
-@pytest.mark.parametrize("name", qwen3.PRESETS)
+@pytest.mark.parametrize("name", decoder.PRESETS)
 def test_every_preset_splits_over_a_small_mesh(name):
-    config = qwen3.preset(name)
+    config = decoder.preset(name)
     mesh = make_mesh(ONE | {"data": 2, "fsdp": 2, "tensor": 2})
-    shardings = partitioner(mesh, LEARNER).shardings(qwen3.param_specs(config))
+    shardings = partitioner(mesh, LEARNER).shardings(decoder.param_specs(config))
     assert shardings["embed"].spec == PartitionSpec(("tensor",), ("fsdp",))
-    rollout = partitioner(mesh, ROLLOUT).shardings(qwen3.inference_specs(config))
+    rollout = partitioner(mesh, ROLLOUT).shardings(decoder.inference_specs(config))
     assert len(rollout["layers"]) == config.layers
 
 

@@ -24,10 +24,10 @@ from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.eagle3.eagle3_network import eagle3_config
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import forward_flops
 from specrl_jax.models.layers import count_params
-from specrl_jax.models.qwen3 import Qwen3Config
 
 NO_TIME = "no time was left"
 WARM = 2  # iterations before those that are timed
@@ -76,13 +76,13 @@ def list_cells(sizes: Sizes, memory: int) -> list[Cell]:
     return cells
 
 
-def most_rows(model: Qwen3Config, head: Eagle3Draft, live: int, sizes: Sizes, memory: int) -> int:
+def most_rows(model: DecoderConfig, head: Eagle3Draft, live: int, sizes: Sizes, memory: int) -> int:
     """Return how many rows of `live` tokens fit beside the weights of all layers: a multiple of 8, at most sizes.most.
 
     At least the largest of sizes.batches, which may not fit.
     """
     width = jnp.dtype(sizes.dtype).itemsize
-    weights = width * (count_params(qwen3.inference_specs(model)) + count_params(head.inference_specs))
+    weights = width * (count_params(decoder.inference_specs(model)) + count_params(head.inference_specs))
     token = width * 2 * model.kv_heads * model.head_dim * (model.layers + 1) + width * model.embed
     row = sizes.page * pages_of(live, sizes) * token + 4 * model.vocab * (sizes.k + 1)
     fitting = int((1 - WORKSPACE) * memory - weights) // row
@@ -95,7 +95,7 @@ def reserve(sizes: Sizes) -> int:
     return (WARM + sizes.rounds * sizes.iterations) * (sizes.k + 1)
 
 
-def head_of(model: Qwen3Config, sizes: Sizes) -> Eagle3Draft:
+def head_of(model: DecoderConfig, sizes: Sizes) -> Eagle3Draft:
     return Eagle3Draft(eagle3_config(model, min(sizes.draft_vocab, model.vocab)))
 
 

@@ -16,9 +16,9 @@ from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import init_random_params
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import Specs, abstract_params
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
@@ -57,7 +57,7 @@ class Built(NamedTuple):
 
 
 def build(
-    model: Qwen3Config,
+    model: DecoderConfig,
     limits: EngineConfig,
     dtype: str,
     device: jax.Device,
@@ -79,7 +79,7 @@ def build(
     engine = make_rollout_engine(
         model, draft, drafter, config=config, tokenizer=Stops((model.vocab,)), partition=partition, lengths=lengths
     )
-    specs = (qwen3.param_specs(model), draft.specs if draft else None)
+    specs = (decoder.param_specs(model), draft.specs if draft else None)
     return Built(
         engine, make_prepare(model, draft, config, partition=partition, learner=partition), specs, learner, draft
     )

@@ -21,8 +21,8 @@ from experiments.grpo_step import rows
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.models.decoder import PRESETS
 from specrl_jax.models.flops import forward_flops, peak_flops
-from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps

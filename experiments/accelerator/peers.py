@@ -66,7 +66,7 @@ def work(small: bool) -> dict[str, Any]:
 def theirs(python: str, small: bool, device: str, seconds: float, keep: Keep) -> None:
     """Run peer_torch.py under `python`; ends this program in one line where that lacks what it needs."""
     from specrl_jax.io.hf import hf_config
-    from specrl_jax.models.qwen3 import PRESETS
+    from specrl_jax.models.decoder import PRESETS
 
     todo, asked = work(small), []
     left_out = ("architectures", "torch_dtype", "model_type")
@@ -99,7 +99,7 @@ def ours(small: bool, left: Callable[[], float], keep: Keep) -> None:
     from experiments.accelerator import rollouts
     from experiments.accelerator.sizes import FULL, SMALL
     from experiments.engine import live_work
-    from specrl_jax.models.qwen3 import PRESETS
+    from specrl_jax.models.decoder import PRESETS
 
     sizes, todo = SMALL if small else FULL, work(small)
     for name in todo["models"]:

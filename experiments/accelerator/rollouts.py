@@ -23,7 +23,7 @@ from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.training.performance import RSS_UNIT
 
 LONGEST = 4096  # tokens at which `long_tail` cuts, before responses are scaled to sizes.cut
@@ -48,7 +48,12 @@ def make_sides(sizes: Sizes, tail: LongTail, lengths: tuple[int, ...], device: j
 
 
 def sides_of(
-    sizes: Sizes, policy: Qwen3Config, work: live_work.Work, shrinks: int, lengths: tuple[int, ...], device: jax.Device
+    sizes: Sizes,
+    policy: DecoderConfig,
+    work: live_work.Work,
+    shrinks: int,
+    lengths: tuple[int, ...],
+    device: jax.Device,
 ) -> Sides:
     """Build both engines for given rollouts, with so many smaller batch sizes at most."""
     oracle = OracleDraft(head_of(policy, sizes).config)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.models.decoder import PRESETS, DecoderConfig
 
 GIB = 2**30
 
@@ -12,7 +12,7 @@ class Model(NamedTuple):
     """A model whose iterations are timed."""
 
     name: str
-    config: Qwen3Config  # with all layers
+    config: DecoderConfig  # with all layers
     depths: tuple[int, ...]  # layers that are compiled; two are extrapolated to all of them
 
 

@@ -14,7 +14,7 @@ from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
 from specrl_jax.drafts.base import DraftOptions
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 
 OUTPUT = pathlib.Path(__file__).parent / "costs.csv"
 FIELDS = ("kind", "batch", "k", "round", "seconds")

@@ -28,7 +28,7 @@ from experiments.simulator.counts import Precision
 from experiments.simulator.hardware import ENGINES, HARDWARE
 from experiments.verdicts import Interval, interval, ratio_interval
 from specrl_jax.drafts.sizes import priced_head
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 
 Row = dict[str, Any]
 SHOWN, CONTEXT = (3, 5, 7), 2000.0

@@ -14,7 +14,7 @@ import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import Partitioner
 
 ROWS = 16  # of a forward pass
@@ -42,15 +42,20 @@ def position_disagreements(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "partition"))
-def _logprobs(params: Params, tokens: jax.Array, model: qwen3.Qwen3Config, partition: Partitioner) -> jax.Array:
+def _logprobs(params: Params, tokens: jax.Array, model: decoder.DecoderConfig, partition: Partitioner) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits = qwen3.forward(params, model, qwen3.ModelInputs(tokens, positions), partition=partition).logits
+    logits = decoder.forward(params, model, decoder.ModelInputs(tokens, positions), partition=partition).logits
     assert logits is not None  # no targets
     return jax.nn.log_softmax(logits)
 
 
 def disagreement(
-    older: Params, newer: Params, model: qwen3.Qwen3Config, partition: Partitioner, rollouts: Rollouts, kept: np.ndarray
+    older: Params,
+    newer: Params,
+    model: decoder.DecoderConfig,
+    partition: Partitioner,
+    rollouts: Rollouts,
+    kept: np.ndarray,
 ) -> Disagreement:
     """Compare two policies at every position of the older one's rollouts that was verified.
 

@@ -18,7 +18,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.drafts.base import DraftModel
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.sharding import Partitioner, make_mesh
 from specrl_jax.training.inference_engine import InferenceConfig, Target, sharded_verify
 from specrl_jax.training.speedup import Workload, timed
@@ -144,7 +144,7 @@ def timed_rollouts(
 
 
 def engine_parts(
-    model: Qwen3Config,
+    model: DecoderConfig,
     draft: DraftModel | None,
     drafter: Drafter,
     config: InferenceConfig,

@@ -28,7 +28,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging, Table
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, Target, make_prepare, make_rollout_engine
@@ -69,7 +69,7 @@ def free_drafter(config: DrafterConfig) -> Drafter:
 
 
 def build(
-    model: qwen3.Qwen3Config,
+    model: decoder.DecoderConfig,
     draft_vocab: int,
     B: int,
     dtype: str,
@@ -91,7 +91,7 @@ def build(
     )
     parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
     learner = partitioner(bench.one_device(), LEARNER)
-    specs = [qwen3.param_specs(model), *([draft.specs] if draft else [])]
+    specs = [decoder.param_specs(model), *([draft.specs] if draft else [])]
     params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
     ids = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
     weights = make_prepare(model, draft, config, partition=partition, learner=partition)(

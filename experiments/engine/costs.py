@@ -25,7 +25,7 @@ from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, Case, build, fc, forward, head, iteration, rest
 from experiments.engine.peers import MODELS
 from specrl_jax.io.plots import COLOURS
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 
 FIELDS = ("batch", "dtype", "part", "k", "round", "seconds")
 
@@ -93,7 +93,7 @@ def plot_costs(path: str, figure_path: str) -> None:
 
 
 def main() -> None:
-    models = MODELS | qwen3.PRESETS
+    models = MODELS | decoder.PRESETS
     parser = commands.Parser(__doc__)
     parser.sizes(batches=([1, 4, 8, 16], [1]), lengths=([1, 2, 3, 5, 7], [1], "k; 0 is always measured"), rounds=(9, 1))
     parser.add_argument("--model", choices=models, default="medium", help="sizes; at least 7 layers", small="nano_deep")

@@ -25,7 +25,7 @@ from specrl_jax.data.tasks import TaskSource
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner
 from specrl_jax.tasks.generate import Generator, load_generator
 
@@ -71,12 +71,12 @@ def find_gaps(
     return found
 
 
-def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitioner) -> Forward:
+def learner_forward(params: Any, model: decoder.DecoderConfig, partition: Partitioner) -> Forward:
     """Return the learner's forward over whole rows in float32."""
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        logits = qwen3.forward(params, model, qwen3.ModelInputs(tokens, positions), partition=partition).logits
+        logits = decoder.forward(params, model, decoder.ModelInputs(tokens, positions), partition=partition).logits
         assert logits is not None  # as without `features` alone
         return logits
 

@@ -39,7 +39,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.state import init_random_params
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.sharding import LEARNER, partitioner
 
 FIELDS = ("figure", "case", "unit", "low", "median", "high", "rounds", "processor", "versions", "date")
@@ -205,7 +205,7 @@ def policy(sizes: live_work.Sizes) -> Iterator[str]:
         yield folder
 
 
-def policies(a: argparse.Namespace, sizes: live_work.Sizes) -> Iterator[tuple[str, str, Qwen3Config]]:
+def policies(a: argparse.Namespace, sizes: live_work.Sizes) -> Iterator[tuple[str, str, DecoderConfig]]:
     """Write a policy of each size, and yield its name, folder and sizes."""
     for name in sizes.models if a.small else a.models or sizes.models:
         model = dataclasses.replace(sizes.models[name], max_positions=max(sizes.limits))

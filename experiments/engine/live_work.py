@@ -17,7 +17,7 @@ from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.models.decoder import PRESETS, DecoderConfig
 from specrl_jax.training.plan import find_limits
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -27,9 +27,9 @@ GROUP = 8  # rollouts of a prompt
 class Sizes(NamedTuple):
     """How much work the measurements do."""
 
-    models: dict[str, Qwen3Config]
+    models: dict[str, DecoderConfig]
     limits: tuple[int, ...]  # tokens of the longest sequence
-    policy: Qwen3Config  # of long tails
+    policy: DecoderConfig  # of long tails
     longest: int  # tokens of a prompt there
     cut: int  # most response tokens there
     config: str  # of whole steps

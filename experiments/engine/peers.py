@@ -38,16 +38,16 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
-from specrl_jax.models.qwen3 import Qwen3Config, param_specs
+from specrl_jax.models.decoder import DecoderConfig, param_specs
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
 MODELS = {
-    "small": Qwen3Config(
+    "small": DecoderConfig(
         vocab=4096, embed=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=768, tied=True, max_positions=4096
     ),
-    "medium": Qwen3Config(
+    "medium": DecoderConfig(
         vocab=32_000, embed=768, layers=12, heads=12, kv_heads=4, head_dim=64, mlp=2304, tied=True, max_positions=4096
     ),
 }
@@ -201,7 +201,7 @@ def measure(
                 yield {"model": work.name, "batch": batch} | row
 
 
-def save_random(folder: str, model: Qwen3Config) -> None:
+def save_random(folder: str, model: DecoderConfig) -> None:
     partition = partitioner(make_mesh(MESH, jax.devices()[:1]), LEARNER)
     hf.save_params(folder, init_random_params(jax.random.key(0), param_specs(model), partition), model, dtype="float32")
 

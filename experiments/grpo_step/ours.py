@@ -25,7 +25,7 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.workdir import versions
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.async_pipeline import make_pipeline
@@ -40,7 +40,7 @@ from specrl_jax.training.plan import make_plan
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.step import StepParts, train_step
 
-MODEL = Qwen3Config(
+MODEL = DecoderConfig(
     vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768, tied=True, max_positions=4096
 )
 PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 32, 64

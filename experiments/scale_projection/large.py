@@ -14,7 +14,7 @@ from experiments.simulator.heads import head_config
 from experiments.simulator.learner import Workload
 from experiments.simulator.lengths import LogNormalLengths
 from experiments.simulator.scenario import Points, Scenario, compare, points
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 
 LARGE_ROLLOUTS = 4096  # the paper's
 

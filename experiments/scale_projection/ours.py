@@ -25,7 +25,7 @@ from experiments.simulator.rollout import Drafting, EngineSchedule, cumulative_a
 from experiments.simulator.scenario import Scenario, points, predict
 from specrl_jax.core import PHASES
 from specrl_jax.data.tasks import TaskSource
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 
 Row = dict[str, Any]
 FLOAT32 = Precision("float32", "float32", "float32")

@@ -18,7 +18,7 @@ from experiments.simulator.heads import head_config
 from experiments.simulator.learner import Workload
 from experiments.simulator.lengths import LogNormalLengths
 from experiments.simulator.scenario import Points, Prediction, Scenario, points, predict
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 
 Row = dict[str, Any]
 WORKLOADS = ("zero", "think")

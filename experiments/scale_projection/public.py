@@ -14,7 +14,7 @@ from experiments.scale_projection.calibrate import Calibration, fit
 from experiments.simulator.cost import DecoderCost
 from experiments.simulator.hardware import HARDWARE
 from experiments.simulator.heads import head_config
-from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.models.decoder import PRESETS, DecoderConfig
 
 DRAFT_VOCAB = 32_000  # of the published heads
 QWEN = PRESETS["qwen3_8b"]
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
     sweep: str
     kind: str  # seconds, c, c over one sequence
-    model: Qwen3Config
+    model: DecoderConfig
     context: float  # tokens of a text, halfway through its response
     batch: int
     k: int

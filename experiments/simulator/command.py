@@ -21,8 +21,8 @@ from experiments.simulator.scenario import Points, Scenario, points
 from specrl_jax.drafts.sizes import ONE_PASS, Head, priced_head
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
+from specrl_jax.models.decoder import DecoderConfig, preset
 from specrl_jax.models.flops import BYTES
-from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.training.memory import USABLE
 
@@ -46,7 +46,7 @@ def run(f: flags.FlagValues) -> None:
         print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
 
 
-def make_head(model: Qwen3Config, c: ConfigDict) -> Head:
+def make_head(model: DecoderConfig, c: ConfigDict) -> Head:
     d = c.draft
     return priced_head(d.kind, model, max(0, d.vocab_size), slots=d.slots, layers=d.layers)
 
@@ -95,7 +95,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
     )
 
 
-def make_parallelism(c: ConfigDict, model: Qwen3Config) -> Parallelism:
+def make_parallelism(c: ConfigDict, model: DecoderConfig) -> Parallelism:
     """Read the mesh axes that divide a replica; data and fsdp follow from --devices."""
     for axis, what, count in (("tensor", "heads", model.heads), ("expert", "experts", model.experts)):
         size = c.mesh[axis]

@@ -23,15 +23,15 @@ from experiments.simulator.programs import MIXTURE_KERNELS
 from specrl_jax.drafts.block.block_network import BlockConfig
 from specrl_jax.drafts.peagle.peagle_network import PEagleConfig
 from specrl_jax.drafts.sizes import Head, head_parameters
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array, forward_flops
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderCost:
     """Cost of the policy and its draft head in the rollout: one replica of `split` devices."""
 
-    model: Qwen3Config
+    model: DecoderConfig
     head: Head | None  # None: a twin (precision.twin), or lookup drafts, which cost nothing on the device
     hardware: Hardware
     split: Parallelism = ONE_DEVICE

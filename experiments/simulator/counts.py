@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.models import flops
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, STORED, Array
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
 class Precision(NamedTuple):
@@ -31,17 +31,17 @@ class Precision(NamedTuple):
 BFLOAT16 = Precision()
 
 
-def weight_bytes(c: Qwen3Config, p: Precision) -> float:
+def weight_bytes(c: DecoderConfig, p: Precision) -> float:
     """Count the bytes of the policy's weights in the rollout."""
     return flops.weight_bytes(c, p.weights, p.quantize)
 
 
-def twin_bytes(c: Qwen3Config, p: Precision) -> float:
+def twin_bytes(c: DecoderConfig, p: Precision) -> float:
     """Count the bytes of the weights that a twin does not share with the policy; 0 without one."""
     return flops.twin_bytes(c, p.twin)
 
 
-def distinct_experts(c: Qwen3Config, tokens: Array) -> Array:
+def distinct_experts(c: DecoderConfig, tokens: Array) -> Array:
     """Expected number of experts hit by `tokens` tokens under independent uniform routing: E (1 - (1 - e / E)^n).
 
     Real routers are less even and hit fewer.

@@ -12,11 +12,11 @@ from specrl_jax.drafts.block.block_network import BlockConfig
 from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
 from specrl_jax.drafts.peagle.peagle_network import PEagleConfig
 from specrl_jax.drafts.sizes import Head
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import Array
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
-def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
+def head_config(model: DecoderConfig, draft_vocab: int) -> Eagle3Config:
     """Return a policy's EAGLE-3 head; draft_vocab 0 is the policy's."""
     return eagle3_config(model, draft_vocab or model.vocab)
 

@@ -12,8 +12,8 @@ from experiments.simulator.heads import learned_positions
 from experiments.simulator.lengths import ResponseLengths
 from specrl_jax.drafts.block.block_network import BlockConfig
 from specrl_jax.drafts.sizes import Head, head_layers, head_parameters, vocabulary_parameters
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array, forward_flops, parameters
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Workload:
 class LearnerCost:
     """The policy, its head and their parallelism in the learner; the other devices shard parameters (fsdp)."""
 
-    model: Qwen3Config
+    model: DecoderConfig
     head: Head | None
     hardware: Hardware
     split: Parallelism = ONE_DEVICE

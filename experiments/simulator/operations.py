@@ -7,8 +7,8 @@ import numpy as np
 from experiments.simulator.communication import Parallelism
 from experiments.simulator.counts import Precision
 from specrl_jax.drafts.sizes import Head
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, STORED, Array
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
 class Work(NamedTuple):
@@ -44,13 +44,13 @@ def matmul(inner: Array, outer: Array, rows: Array, *, p: Precision, stored: flo
     return Work(2 * rows * weights, read, rows * (inner + outer) * BYTES[p.activations])
 
 
-def attention_projections(c: Qwen3Config, rows: Array, split: Parallelism, *, p: Precision) -> Work:
+def attention_projections(c: DecoderConfig, rows: Array, split: Parallelism, *, p: Precision) -> Work:
     """Work of q, k, v and o of one layer."""
     outer = (2 * c.heads + 2 * np.maximum(c.kv_heads, split.tensor)) * c.head_dim / split.tensor
     return matmul(c.embed, outer, rows, p=p, stored=p.matrix_bytes)
 
 
-def attention(c: Qwen3Config | Head, B: Array, Q: Array, *, context: Array, split: Parallelism, p: Precision) -> Work:
+def attention(c: DecoderConfig | Head, B: Array, Q: Array, *, context: Array, split: Parallelism, p: Precision) -> Work:
     """Work of one layer's attention: each sequence's keys and values are read once for its Q positions."""
     heads, kv_heads = c.heads / split.tensor, np.maximum(c.kv_heads / split.tensor, 1.0)
     read = B * context * 2 * kv_heads * c.head_dim * BYTES[p.cache]

@@ -30,8 +30,8 @@ from experiments.simulator.rollout import (
 )
 from experiments.simulator.step import PhaseSeconds, StepSeconds, asynchronous
 from specrl_jax.drafts.sizes import Head
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import Array
-from specrl_jax.models.qwen3 import Qwen3Config
 
 ADAPTIVE = -1  # for k: the best length in every segment
 CHUNK = 2048  # configurations evaluated together; bounds the memory of a large grid
@@ -43,7 +43,7 @@ SPLITS = 32  # ways to divide the devices that are compared, plus one
 class Scenario:
     """What the configurations of a grid share."""
 
-    model: Qwen3Config
+    model: DecoderConfig
     head: Head | None  # None: lookup drafts, or a twin (precision.twin)
     hardware: Hardware
     workload: Workload

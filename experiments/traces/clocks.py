@@ -26,7 +26,7 @@ from experiments.simulator.heads import head_config
 from experiments.traces.counts import Trace, read_traces
 from experiments.traces.replay import Clock, Measured, ratio, resampled
 from experiments.verdicts import Claim, Interval, judge_simulated
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parent

@@ -15,7 +15,7 @@ from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
 from experiments.traces.clocks import HERE, SLOTS
 from experiments.traces.record import LENGTHS
-from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.models.decoder import PRESETS, DecoderConfig
 
 DRAFT_VOCAB = 4000
 FIELDS = ("batch", "k", "round", "seconds")
@@ -23,7 +23,7 @@ FIELDS = ("batch", "k", "round", "seconds")
 
 def measure_costs(
     path: pathlib.Path,
-    model: Qwen3Config,
+    model: DecoderConfig,
     draft_vocab: int,
     slots: Sequence[int],
     lengths: tuple[int, ...],

@@ -24,7 +24,7 @@ from experiments.traces.counts import read_traces
 from experiments.traces.replay import ratio, resampled
 from experiments.verdicts import Interval, ratio_interval
 from specrl_jax.decoding.draft_lengths import FixedLength
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 from specrl_jax.training.speedup import timed
 
 COSTS = HERE / "predict_costs.csv"

@@ -35,7 +35,7 @@ class Rows:
     kept: KeptTokens | None = None  # None: every token could be sampled
     # [B, T] bool, targets that the policy drew itself where drafts were verified; None: not told apart from drafts
     drawn: jax.Array | None = None
-    # [B, T, L k], the experts of each token (models/qwen3/expert_record.py); None: none
+    # [B, T, L k], the experts of each token (models/decoder/expert_record.py); None: none
     experts: jax.Array | None = None
 
 

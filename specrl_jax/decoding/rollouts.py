@@ -75,7 +75,7 @@ class Rollouts:
     # The sampling mask: ids that top-k and top-p kept at each response token, rollout by rollout, token by token.
     mask_ids: np.ndarray  # [N] int32; [0] where it is not recorded
     mask_count: np.ndarray  # [R, S] int32, how many of them belong to each token; [R, 0] where it is not recorded
-    # The experts of each token of a finished rollout but its last (models/qwen3/expert_record.py), rollout by rollout.
+    # The experts of each token of a finished rollout but its last, joined (models/decoder/expert_record.py).
     experts: np.ndarray  # [N, L k] uint8 or int16; NO_EXPERTS where they are not recorded
 
     @property

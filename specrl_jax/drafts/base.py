@@ -18,8 +18,8 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models.cache import PageShape, Paging
+from specrl_jax.models.decoder import DecoderConfig, Output
 from specrl_jax.models.layers import Specs
-from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 Cache = TypeVar("Cache")
@@ -165,7 +165,7 @@ class DraftModel(Protocol[Cache]):
     def load(self, folder: str, partition: Partitioner) -> Params:
         """Read float32 parameters in the training layout."""
 
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
+    def load_vocab_map(self, folder: str, target: DecoderConfig) -> np.ndarray | None:
         """Return the target ids of the draft in `folder`, or of a new one where that is ''."""
 
     def save(
@@ -174,7 +174,7 @@ class DraftModel(Protocol[Cache]):
         params: Params,
         vocab_map: VocabMap,
         *,
-        target: Qwen3Config,
+        target: DecoderConfig,
         dtype: str,
         target_path: str = "",
     ) -> None:

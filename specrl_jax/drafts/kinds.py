@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from specrl_jax.drafts.base import DraftMethod, DraftOptions
-    from specrl_jax.models.qwen3 import Qwen3Config
+    from specrl_jax.models.decoder import DecoderConfig
 
 # Tokens that a lookup compares at most; each costs a pass over every text.
 MAX_MATCH = 8
@@ -23,7 +23,7 @@ MAX_MATCH = 8
 class Kind:
     """One kind of draft: a value of `draft.kind`."""
 
-    make: str  # module:function of (DraftOptions, Qwen3Config) -> DraftMethod, which may read headers of draft.path
+    make: str  # module:function of (DraftOptions, DecoderConfig) -> DraftMethod, which may read headers of draft.path
     has_weights: bool = False  # False: draft.path must be ''
     formats: tuple[str, ...] = ()  # values of draft.dialect, the default first
     twin: bool = False  # drafts with the policy's own weights in fewer bits, draft.quantize
@@ -79,7 +79,7 @@ def check_options(options: "DraftOptions") -> None:
         raise InputError(f"draft.{key}={length}: 1 to draft.match_max={options.match_max} tokens")
 
 
-def make_method(options: "DraftOptions", target: "Qwen3Config") -> "DraftMethod":
+def make_method(options: "DraftOptions", target: "DecoderConfig") -> "DraftMethod":
     """Return the draft of a config, its sizes checked against the target's.
 
     Raises InputError as `check_options` does, and for a draft that is missing, damaged or another policy's.

@@ -3,13 +3,13 @@
 from specrl_jax.drafts.block.block_network import BlockConfig, block_config
 from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
 from specrl_jax.drafts.peagle.peagle_network import PEagleConfig, peagle_config
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 Head = Eagle3Config | PEagleConfig | BlockConfig
 ONE_PASS = ("peagle", "dspark", "dflash")  # kinds that are priced as what they are, others as an EAGLE-3 head
 
 
-def priced_head(kind: str, model: Qwen3Config, draft_vocab: int, *, slots: int, layers: int) -> Head:
+def priced_head(kind: str, model: DecoderConfig, draft_vocab: int, *, slots: int, layers: int) -> Head:
     """Return what a draft with weights is priced as: a new draft of one pass of its sizes, or an EAGLE-3 head.
 
     Args:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from specrl_jax.core import ahead
 from specrl_jax.models.attention import SCORES, Queries, by_queries
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 QWEN3_MASK = 151_669  # an id that Qwen3's tokenizer does not use
 
 
-def default_mask_token(target: Qwen3Config) -> int:
+def default_mask_token(target: DecoderConfig) -> int:
     """Return the token of an empty slot of a new draft; a smaller vocabulary gives its last one."""
     return min(QWEN3_MASK, target.vocab - 1)
 

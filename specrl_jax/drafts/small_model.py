@@ -15,19 +15,19 @@ from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig, Output
 from specrl_jax.models.layers import Specs
-from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the model of draft.path or draft.preset. Raises InputError where its vocabulary is not the target's."""
     if options.path:
         config = hf.load_config(options.path, key="draft.path")
         hf.check_params(options.path, config, key="draft.path")
     else:
-        config = qwen3.preset(options.preset, key="draft.preset")
+        config = decoder.preset(options.preset, key="draft.preset")
     if config.vocab != target.vocab:
         raise InputError(f"draft.kind=model: its vocabulary is {config.vocab}, the policy's {target.vocab}")
     draft = SmallModelDraft(config)
@@ -38,7 +38,7 @@ def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
 class SmallModelDraft:
     """Implement `DraftModel` for a smaller policy."""
 
-    config: Qwen3Config
+    config: DecoderConfig
 
     aux_layers = ()
     has_vocab_map = False
@@ -51,14 +51,14 @@ class SmallModelDraft:
 
     @property
     def specs(self) -> Specs:
-        return qwen3.param_specs(self.config)
+        return decoder.param_specs(self.config)
 
     @property
     def inference_specs(self) -> Specs:
-        return qwen3.inference_specs(self.config)
+        return decoder.inference_specs(self.config)
 
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
-        return qwen3.inference_params(params, self.config, dtype)
+        return decoder.inference_params(params, self.config, dtype)
 
     def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
         return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape=shape)
@@ -76,11 +76,11 @@ class SmallModelDraft:
 
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
-        rows, options = inputs.rows, qwen3.Options(dtype=inputs.dtype, return_logits=False)
-        text = qwen3.ModelInputs(rows.tokens, rows.positions, rows.segments)
-        out = qwen3.forward(params, self.config, text, partition=partition, options=options)
+        rows, options = inputs.rows, decoder.Options(dtype=inputs.dtype, return_logits=False)
+        text = decoder.ModelInputs(rows.tokens, rows.positions, rows.segments)
+        out = decoder.forward(params, self.config, text, partition=partition, options=options)
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(inputs.steps)])
-        return outputs, qwen3.lm_head_weight(params, self.config)
+        return outputs, decoder.lm_head_weight(params, self.config)
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Return the parameters unchanged: their widths are not the target's."""
@@ -89,7 +89,7 @@ class SmallModelDraft:
     def load(self, folder: str, partition: Partitioner) -> Params:
         return hf.load_params(folder, self.config, partition, dtype=jnp.float32, key="draft.path")
 
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> None:
+    def load_vocab_map(self, folder: str, target: DecoderConfig) -> None:
         return None
 
     def save(
@@ -98,24 +98,24 @@ class SmallModelDraft:
         params: Params,
         vocab_map: VocabMap,
         *,
-        target: Qwen3Config,
+        target: DecoderConfig,
         dtype: str,
         target_path: str = "",
     ) -> None:
         hf.save_params(folder, params, self.config, dtype=dtype)
 
 
-def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
+def small_model_drafter(model: DecoderConfig, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens, each by one forward of the small model over its cache."""
 
     def forward(
         params: Weights, tokens: jax.Array, paging: kv.Paging, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
         options, inputs = (
-            qwen3.Options(dtype=config.dtype, return_logits=False),
-            qwen3.ModelInputs(tokens, paging.positions),
+            decoder.Options(dtype=config.dtype, return_logits=False),
+            decoder.ModelInputs(tokens, paging.positions),
         )
-        out = qwen3.forward(
+        out = decoder.forward(
             params.draft, model, inputs, partition=config.partition, options=options, cache=cache, table=paging.table
         )
         assert out.cache is not None, "a forward over a cache returns it"
@@ -130,7 +130,7 @@ def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
             nonlocal hidden, cache
             if token is not None:
                 hidden, cache = forward(params, token[:, None], slots.place(slots.length[:, None] - 1 + i), cache)
-            return qwen3.lm_head_logits(params.draft, model, hidden[:, -1:], partition=config.partition)[:, 0]
+            return decoder.lm_head_logits(params.draft, model, hidden[:, -1:], partition=config.partition)[:, 0]
 
         drafted = draft_tokens(step, slots, seed, k=k, vocab_map=None, config=config)
         return drafted, slots.cache._replace(draft=cache)

@@ -8,8 +8,8 @@ import numpy as np
 from specrl_jax.core import Params
 from specrl_jax.drafts.base import DraftOptions, VocabMap
 from specrl_jax.errors import InputError
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import Specs
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 
@@ -67,7 +67,7 @@ class TrainedDraft:
     def load(self, folder: str, partition: Partitioner) -> Params:
         return self.CHECKPOINT.load_params(folder, self.config, partition, dtype=jnp.float32)
 
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
+    def load_vocab_map(self, folder: str, target: DecoderConfig) -> np.ndarray | None:
         if not self.has_vocab_map:
             return None
         if not folder:
@@ -80,7 +80,7 @@ class TrainedDraft:
         params: Params,
         vocab_map: VocabMap,
         *,
-        target: Qwen3Config,
+        target: DecoderConfig,
         dtype: str,
         target_path: str = "",
     ) -> None:
@@ -97,7 +97,7 @@ class TrainedDraft:
         )
 
 
-def loaded_config(checkpoint: Any, options: DraftOptions, target: Qwen3Config) -> Any:
+def loaded_config(checkpoint: Any, options: DraftOptions, target: DecoderConfig) -> Any:
     """Return the sizes in draft.path. Raises InputError as `load_config`, and for another draft.vocab_size."""
     config = checkpoint.load_config(options.path, target)
     if options.vocab_size not in (0, config.draft_vocab):

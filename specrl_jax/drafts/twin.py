@@ -19,24 +19,24 @@ from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import DerivedWeights, DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the policy's twin with weights in the format draft.quantize."""
     derived = DerivedWeights(
-        qwen3.twin_specs(target, options.quantize),
-        functools.partial(qwen3.twin_params, config=target, kind=options.quantize),
+        decoder.twin_specs(target, options.quantize),
+        functools.partial(decoder.twin_params, config=target, kind=options.quantize),
     )
     return DraftMethod(lambda config: twin_drafter(target, config), derived=derived)
 
 
-def twin_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
+def twin_drafter(model: DecoderConfig, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens, each by one forward of the twin over the policy's cache."""
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, kv.KVCache | Caches]:
-        own, options = whole(params.policy, params.draft), qwen3.Options(dtype=config.dtype)
+        own, options = whole(params.policy, params.draft), decoder.Options(dtype=config.dtype)
         caches: kv.KVCache | Caches = slots.cache
         cache: kv.KVCache = caches.target if isinstance(caches, Caches) else caches
         last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
@@ -45,8 +45,8 @@ def twin_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
             nonlocal cache
             inputs = last if token is None else token[:, None]
             paging = slots.place(slots.length[:, None] - 1 + i)
-            text = qwen3.ModelInputs(inputs, paging.positions)
-            out = qwen3.forward(
+            text = decoder.ModelInputs(inputs, paging.positions)
+            out = decoder.forward(
                 own, model, text, partition=config.partition, options=options, cache=cache, table=paging.table
             )
             assert out.cache is not None and out.logits is not None, "a forward over a cache returns both"

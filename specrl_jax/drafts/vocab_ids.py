@@ -4,7 +4,7 @@ import numpy as np
 
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 
 def read_ids(source: TensorFolder, draft_vocab: int, vocab: int) -> np.ndarray:
@@ -20,7 +20,7 @@ def read_ids(source: TensorFolder, draft_vocab: int, vocab: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def vocab_tensors(ids: np.ndarray, target: Qwen3Config) -> dict[str, np.ndarray]:
+def vocab_tensors(ids: np.ndarray, target: DecoderConfig) -> dict[str, np.ndarray]:
     """Return d2t [Vd] int64 and t2d [V] bool of target ids."""
     return {"d2t": stored_ids(ids), "t2d": drafted(ids, target)}
 
@@ -30,6 +30,6 @@ def stored_ids(ids: np.ndarray) -> np.ndarray:
     return np.asarray(ids, np.int64) - np.arange(len(ids))
 
 
-def drafted(ids: np.ndarray, target: Qwen3Config) -> np.ndarray:
+def drafted(ids: np.ndarray, target: DecoderConfig) -> np.ndarray:
     """Return t2d [V] bool: is a target id one of the draft's."""
     return np.isin(np.arange(target.vocab), ids)

@@ -12,7 +12,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import ConfigJson, Experts, Positions, Qwen3Sizes, Rope, Roped, Size
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.json_files import Checked
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import Yarn, yarn_magnitude
 from specrl_jax.sharding import Partitioner
 
@@ -56,7 +56,7 @@ class MixtureFile(Checked):
     mlp_only_layers: list[int] | None = None
 
 
-def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
+def load_config(folder: str, key: str = "policy.path") -> decoder.DecoderConfig:
     """Read the sizes of a checkpoint; `key` of our config names the folder in messages.
 
     Raises InputError for a missing folder, another architecture, and entries that no model has.
@@ -72,7 +72,7 @@ def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
     check_heads(raw, file)
     theta, yarn = read_rope(raw)
     sizes = {ours: getattr(file, theirs) for theirs, ours in _SIZES.items()}
-    config = qwen3.Qwen3Config(**sizes | {"rope_theta": theta, "yarn": yarn})
+    config = decoder.DecoderConfig(**sizes | {"rope_theta": theta, "yarn": yarn})
     return _with_experts(config, raw) if kind == "qwen3_moe" else config
 
 
@@ -85,7 +85,7 @@ def check_heads(raw: ConfigJson, file: Qwen3Sizes) -> None:
         )
 
 
-def _with_experts(config: qwen3.Qwen3Config, raw: ConfigJson) -> qwen3.Qwen3Config:
+def _with_experts(config: decoder.DecoderConfig, raw: ConfigJson) -> decoder.DecoderConfig:
     """Add the sizes of a mixture."""
     file = raw.check(MixtureFile)
     if file.decoder_sparse_step != 1 or file.mlp_only_layers:
@@ -162,9 +162,9 @@ def rope_scaling(yarn: Yarn | None) -> dict[str, object]:
     return {"rope_scaling": entry if yarn.truncate else entry | {"truncate": False}}
 
 
-def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path") -> None:
+def check_params(folder: str, config: decoder.DecoderConfig, key: str = "policy.path") -> None:
     """Raise InputError as `load_params` would; headers are read, and an lm_head where there should be none."""
-    source, specs = _folder(folder, key), qwen3.param_specs(config)
+    source, specs = _folder(folder, key), decoder.param_specs(config)
     source.check(specs)
     # Without its last layers a model still runs. What follows them may be an MTP head, which has an eh_proj.
     following = f"model.layers.{config.layers}."
@@ -180,7 +180,7 @@ def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path
 
 def load_params(
     folder: str,
-    config: qwen3.Qwen3Config,
+    config: decoder.DecoderConfig,
     partition: Partitioner,
     *,
     dtype: jnp.dtype | None = None,
@@ -193,11 +193,11 @@ def load_params(
     Raises:
       InputError: a missing folder, file or tensor, a tensor of another shape, or a file that is not safetensors.
     """
-    return _folder(folder, key).load(qwen3.param_specs(config), partition, dtype)
+    return _folder(folder, key).load(decoder.param_specs(config), partition, dtype)
 
 
 def save_params(
-    folder: str, params: Params, config: qwen3.Qwen3Config, *, dtype: str, tokenizer_from: str = ""
+    folder: str, params: Params, config: decoder.DecoderConfig, *, dtype: str, tokenizer_from: str = ""
 ) -> None:
     """Write a folder that `load_params` and transformers read: config.json, safetensors, and the tokenizer's files.
 
@@ -206,7 +206,7 @@ def save_params(
       tokenizer_from: a folder whose tokenizer files are copied; '' = none.
     """
     files = [os.path.join(tokenizer_from, name) for name in TOKENIZER_FILES] if tokenizer_from else []
-    tensors = hf_tensors(qwen3.param_specs(config), params, dtype)
+    tensors = hf_tensors(decoder.param_specs(config), params, dtype)
     save_folder(folder, tensors, hf_config(config, dtype), copies=filter(os.path.isfile, files))
 
 
@@ -229,7 +229,7 @@ TOKENIZER_FILES = (
 )
 
 
-def hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, object]:
+def hf_config(c: decoder.DecoderConfig, dtype: str) -> dict[str, object]:
     """Return the content of config.json."""
     common: dict[str, object] = {
         "model_type": "qwen3",

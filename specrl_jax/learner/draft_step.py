@@ -21,7 +21,7 @@ from specrl_jax.learner.microbatches import Passes, Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import (
@@ -46,7 +46,7 @@ class DraftForward:
     """The draft's unrolled forward pass in training (TTT), and its loss."""
 
     draft: DraftModel
-    model: qwen3.Qwen3Config  # the policy's sizes
+    model: decoder.DecoderConfig  # the policy's sizes
     dtype: jnp.dtype  # of activations; parameters are float32
     loss: str  # one of draft_losses.LOSSES
     ttt_steps: int  # draft steps unrolled
@@ -122,14 +122,14 @@ class DraftStep:
         return passes.apply()
 
 
-def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner, replays: bool = False) -> ReadTables:
+def make_read_tables(model: decoder.DecoderConfig, partition: Partitioner, replays: bool = False) -> ReadTables:
     """Return the jitted copy of the policy's tables, which outlives an update that donates the parameters.
 
     `replays`: rows have sampling masks, which need the draft's vocabulary.
     """
 
     def read(params: Params, vocab_map: jax.Array | None) -> TargetTables:
-        lm_head = qwen3.lm_head_weight(params, model)
+        lm_head = decoder.lm_head_weight(params, model)
         lm_head = lm_head if vocab_map is None else lm_head[vocab_map]
         return TargetTables(params["embed"], lm_head, vocab_map if replays else None)
 

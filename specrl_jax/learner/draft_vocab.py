@@ -10,7 +10,7 @@ import numpy as np
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import ParamSpec
 
 # Decay of the counts per step: some 50 steps decide.
@@ -48,7 +48,7 @@ class DraftVocabulary:
       counts: [V] float64, decayed counts of each id in the responses so far; saved in checkpoints.
     """
 
-    def __init__(self, draft: DraftModel, model: qwen3.Qwen3Config, min_coverage: float, *, new: bool) -> None:
+    def __init__(self, draft: DraftModel, model: decoder.DecoderConfig, min_coverage: float, *, new: bool) -> None:
         self.counts = np.zeros(model.vocab)
         self._draft, self._model, self._min_coverage, self._new = draft, model, min_coverage, new
 
@@ -66,10 +66,10 @@ class DraftVocabulary:
         return state, {"draft/coverage": found}
 
 
-def change_vocabulary(state: RunState, ids: np.ndarray, draft: DraftModel, *, model: qwen3.Qwen3Config) -> RunState:
+def change_vocabulary(state: RunState, ids: np.ndarray, draft: DraftModel, *, model: decoder.DecoderConfig) -> RunState:
     """Return the state with its draft over `ids` [Vd]."""
     assert state.draft is not None and state.vocab_map is not None
-    lm_head = qwen3.lm_head_weight(state.policy.base, model)
+    lm_head = decoder.lm_head_weight(state.policy.base, model)
     moved = move_vocabulary(state.draft, tables_by_id(draft), np.asarray(state.vocab_map), new=ids, lm_head=lm_head)
     return dataclasses.replace(state, draft=moved, vocab_map=jax.device_put(ids, state.vocab_map.sharding))
 

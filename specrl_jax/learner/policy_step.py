@@ -17,11 +17,11 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.learner.microbatches import Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.attention import RowAttention, by_xla
+from specrl_jax.models.decoder.expert_record import differing
 from specrl_jax.models.layers import Specs
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
-from specrl_jax.models.qwen3.expert_record import differing
 from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
 from specrl_jax.sharding import Partitioner
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class PolicyForward:
     """The learner's forward pass of the policy: sizes, precision, memory, and what it returns beside log-probs."""
 
-    model: qwen3.Qwen3Config
+    model: decoder.DecoderConfig
     dtype: jnp.dtype  # of activations; parameters are float32
     remat: str  # what the backward pass of a layer computes again, one of `remat.REMAT`
     vocab_tile: int  # vocabulary entries unembedded at once; 0 = all
@@ -45,13 +45,13 @@ class PolicyForward:
     @property
     def specs(self) -> Specs:
         """Return the specs of the parameters that the forward runs on."""
-        specs = qwen3.param_specs(self.model)
+        specs = decoder.param_specs(self.model)
         return attach(specs, adapter_specs(specs, self.lora), self.lora) if self.lora else specs
 
     @property
     def trained_specs(self) -> Specs:
         """Return the specs of TrainState.params: all weights, or the adapters."""
-        specs = qwen3.param_specs(self.model)
+        specs = decoder.param_specs(self.model)
         return adapter_specs(specs, self.lora) if self.lora else specs
 
     def merge(self, trained: Params, frozen: Params | None) -> Params:
@@ -60,13 +60,13 @@ class PolicyForward:
 
     def apply(
         self, params: Params, rows: Rows, partition: Partitioner, *, return_experts: bool = False
-    ) -> qwen3.Output:
+    ) -> decoder.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
         r = rows
-        inputs = qwen3.ModelInputs(
+        inputs = decoder.ModelInputs(
             r.tokens, r.positions, r.segments, targets=r.targets, counted=r.mask, kept=r.kept, experts=r.experts
         )
-        options = qwen3.Options(
+        options = decoder.Options(
             dtype=self.dtype,
             aux_layers=self.aux_layers,
             attention=self.attention,
@@ -75,7 +75,7 @@ class PolicyForward:
             temperature=self.temperature,
             return_experts=return_experts,
         )
-        return qwen3.forward(params, self.model, inputs, partition=partition, options=options)
+        return decoder.forward(params, self.model, inputs, partition=partition, options=options)
 
 
 @flax.struct.dataclass
@@ -166,7 +166,7 @@ def make_feature_step(forward: PolicyForward, partition: Partitioner) -> Feature
     return jax.jit(features, out_shardings=partition.sharding(("batch", "sequence")))
 
 
-def _features(out: qwen3.Output) -> Features:
+def _features(out: decoder.Output) -> Features:
     assert out.normaliser is not None  # rows have targets
     return jax.lax.stop_gradient(Features(out.aux, out.hidden, out.normaliser))
 
@@ -205,7 +205,7 @@ def make_policy_step(
         updated, growth = apply_gradient(state, mean, optimizer, healthy)
         return updated, UpdateMetrics(sums.terms, norm, ~healthy, growth=growth, routing=sums.routing)
 
-    frozen = qwen3.param_specs(forward.model) if forward.lora else None
+    frozen = decoder.param_specs(forward.model) if forward.lora else None
     state = state_shardings(forward.trained_specs, optimizer, partition, frozen=frozen)
     alike = stand_in(partition.replicated)
     sums = _PolicySums(state.params, cast(LossMetrics, alike), alike)

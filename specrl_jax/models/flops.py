@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 # A number, or one for each of several configurations.
 Array = float | np.ndarray
@@ -33,14 +33,14 @@ PEAK_FLOPS = {
 # ---- weights
 
 
-def matmul_weights(c: Qwen3Config) -> int:
+def matmul_weights(c: DecoderConfig) -> int:
     """Count the weights in the matmuls of one token: only its own experts in a mixture, without the embedding."""
     attention = c.embed * (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     mlp = 3 * c.embed * c.mlp * (c.experts_per_token if c.experts else 1) + c.embed * c.experts
     return c.layers * (attention + mlp) + c.vocab * c.embed
 
 
-def parameters(c: Qwen3Config) -> int:
+def parameters(c: DecoderConfig) -> int:
     """Count all weights except norms."""
     return (
         matmul_weights(c)
@@ -49,18 +49,18 @@ def parameters(c: Qwen3Config) -> int:
     )
 
 
-def layer_matrices(c: Qwen3Config) -> int:
+def layer_matrices(c: DecoderConfig) -> int:
     """Count the weights of all layers' matrices, all experts' too, without the routers."""
     return parameters(c) - (1 if c.tied else 2) * c.vocab * c.embed - c.layers * c.embed * c.experts
 
 
-def weight_bytes(c: Qwen3Config, dtype: str, quantize: str) -> float:
+def weight_bytes(c: DecoderConfig, dtype: str, quantize: str) -> float:
     """Count the bytes of the rollouts' weights, norms and scales excepted: tables and routers are not quantised."""
     matrices = layer_matrices(c)
     return (parameters(c) - matrices) * BYTES[dtype] + matrices * STORED.get(quantize, BYTES[dtype])
 
 
-def twin_bytes(c: Qwen3Config, quantize: str) -> float:
+def twin_bytes(c: DecoderConfig, quantize: str) -> float:
     """Count the bytes of the weights that a twin does not share with the policy; 0 for 'none'."""
     return (layer_matrices(c) + c.vocab * c.embed) * STORED.get(quantize, 0.0)
 
@@ -68,7 +68,7 @@ def twin_bytes(c: Qwen3Config, quantize: str) -> float:
 # ---- FLOPs
 
 
-def forward_flops(c: Qwen3Config, tokens: Array, context: Array) -> Array:
+def forward_flops(c: DecoderConfig, tokens: Array, context: Array) -> Array:
     """Count the FLOPs of `tokens` tokens that read `context` keys in total; a multiply-add is two."""
     return 2 * matmul_weights(c) * tokens + 4 * c.layers * c.heads * c.head_dim * context
 

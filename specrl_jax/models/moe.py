@@ -98,7 +98,7 @@ def route(
     decide which expert a token sees, and learner and decoding must agree.
 
     Args:
-      replayed: [B, T, k], experts to take, of qwen3/expert_record.py; their shares are this router's all the same,
+      replayed: [B, T, k], experts to take, of decoder/expert_record.py; their shares are this router's all the same,
         so it has a gradient. None: every token chooses.
     """
 
@@ -127,7 +127,7 @@ def count_copies(chosen: jax.Array, E: int, counted: jax.Array | None) -> jax.Ar
 
 
 def balance(routing: jax.Array) -> Balance:
-    """Compute the load balance from counts [L, E] (`qwen3.Output.routing`, or sums of them)."""
+    """Compute the load balance from counts [L, E] (`decoder.Output.routing`, or sums of them)."""
     L, E = routing.shape
     share = routing / jnp.maximum(routing.sum(axis=-1, keepdims=True), 1.0)
     entropy = jax.scipy.special.entr(share).sum(axis=-1) / jnp.log(E)

@@ -13,8 +13,8 @@ from specrl_jax.drafts.base import DraftModel
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
-from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.models.qwen3.expert_record import init_record
+from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.models.decoder.expert_record import init_record
 from specrl_jax.sharding import Partitioner
 
 MB = 1e6
@@ -26,7 +26,7 @@ CPU_SHARE = 1 / 48
 
 
 def page_bytes(
-    model: Qwen3Config,
+    model: DecoderConfig,
     draft: DraftModel | None,
     rollout: RolloutConfig,
     *,

@@ -26,8 +26,8 @@ from specrl_jax.drafts.sizes import Head, head_parameters, priced_head
 from specrl_jax.errors import InputError, Mistakes, printable
 from specrl_jax.io.workdir import recorded_config
 from specrl_jax.models import cache as kv
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.training.memory import RUNNING, USABLE, MemoryEstimate, activation_bytes, state_bytes, token_bytes
 from specrl_jax.training.plan import policy_sizes
@@ -96,7 +96,7 @@ def fit_policy(config: Config, given: Collection[str]) -> Config:
     return config
 
 
-def _sizes(config: Config) -> Qwen3Config | None:
+def _sizes(config: Config) -> DecoderConfig | None:
     """Return the policy's sizes; None where there is a mistake, which is reported where the policy is needed."""
     try:
         return policy_sizes(config.policy)
@@ -104,7 +104,7 @@ def _sizes(config: Config) -> Qwen3Config | None:
         return None
 
 
-def check_draft(config: Config, model: Qwen3Config) -> None:
+def check_draft(config: Config, model: DecoderConfig) -> None:
     """Raise InputError where the draft does not go with the policy, whatever is still open."""
     open_keys = left_open(config)
     closed = {key: value for key, value in {"draft.kind": "none", "draft.vocab_size": 0}.items() if key in open_keys}
@@ -170,7 +170,7 @@ def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer
     return DataSizes(len(prompts), max(prompts, default=0), len(worked), longest_solution=max(worked, default=0))
 
 
-def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, *, measured: DataSizes) -> Config:
+def choose_sizes(config: Config, model: DecoderConfig, machine: Machine, *, measured: DataSizes) -> Config:
     """Choose lengths, draft, tokens of a pass and sequences decoded at once. Raises InputError where no length fits."""
     steps = {
         "rollout.max_prompt_tokens": _Sizing.prompt_length,
@@ -194,7 +194,7 @@ class _Sizing(NamedTuple):
     """A config with open sizes, and what they follow from; a method for each key returns its value and the reason."""
 
     config: Config
-    model: Qwen3Config
+    model: DecoderConfig
     machine: Machine
     measured: DataSizes
 

@@ -24,8 +24,8 @@ from specrl_jax.drafts.base import DerivedWeights, DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
-from specrl_jax.models.qwen3.expert_record import init_record
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder.expert_record import init_record
 from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
 from specrl_jax.sharding import HALFWAY, ROLLOUT, Partitioner, partitioner
 
@@ -56,7 +56,7 @@ PrepareStep = Callable[[Params, Params | None, jax.Array | None], Weights]
 
 
 def weights_shardings(
-    model: qwen3.Qwen3Config,
+    model: decoder.DecoderConfig,
     draft: DraftModel | None,
     derived: DerivedWeights | None,
     *,
@@ -66,7 +66,7 @@ def weights_shardings(
     """Return the sharding of every array of an engine's weights; arguments as in `make_prepare`."""
     specs = draft.inference_specs if draft else derived.specs if derived else None
     return Weights(
-        policy=cast(Params, partition.shardings(qwen3.inference_specs(model, quantize))),
+        policy=cast(Params, partition.shardings(decoder.inference_specs(model, quantize))),
         draft=cast(Params, partition.shardings(specs)) if specs else {},
         vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
         checksum=stand_in(partition.replicated),
@@ -74,7 +74,7 @@ def weights_shardings(
 
 
 def make_prepare(
-    model: qwen3.Qwen3Config,
+    model: decoder.DecoderConfig,
     draft: DraftModel | None,
     config: InferenceConfig,
     *,
@@ -103,7 +103,7 @@ def make_prepare(
                 own = derived.make(policy, config.dtype)
             else:
                 own = draft.inference_params(params, config.dtype) if draft and params else {}
-            policy = qwen3.inference_params(policy, model, config.dtype, kind=config.quantize)
+            policy = decoder.inference_params(policy, model, config.dtype, kind=config.quantize)
             return Weights(policy, own, vocab_map, checksum=checksum((rounded, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out, compiler_options=compiler_options(learner.platform))
@@ -136,7 +136,7 @@ def make_prepare(
 
 
 def make_rollout_engine(
-    model: qwen3.Qwen3Config,
+    model: decoder.DecoderConfig,
     draft: DraftModel | None,
     drafter: Drafter,
     *,
@@ -206,7 +206,7 @@ def find_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, vocab: int) -> S
 class Target:
     """The target model as the engine calls it: policy and draft cache behind one cache argument."""
 
-    model: qwen3.Qwen3Config
+    model: decoder.DecoderConfig
     draft: DraftModel | None
     config: InferenceConfig
     partition: Partitioner
@@ -226,15 +226,15 @@ class Target:
         self, params: Weights, tokens: jax.Array, paging: kv.Paging, *, cache: Cache, return_logits: bool = True
     ) -> tuple[jax.Array, Cache]:
         """Return (logits, None without `return_logits`; cache), the draft's own cache updated from this forward too."""
-        options = qwen3.Options(
+        options = decoder.Options(
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
             return_logits=return_logits,
             return_experts=self.config.limits.records,
         )
         own = cache.target if isinstance(cache, Caches) else cache
-        inputs = qwen3.ModelInputs(tokens, paging.positions)
-        out = qwen3.forward(
+        inputs = decoder.ModelInputs(tokens, paging.positions)
+        out = decoder.forward(
             params.policy, self.model, inputs, partition=self.partition, options=options, cache=own, table=paging.table
         )
         assert out.cache is not None  # one was given
@@ -292,7 +292,7 @@ class Target:
         return jax.tree.map(self.partition.sharding, cache, is_leaf=kv.is_axes)
 
 
-def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
+def check_cache_length(limits: EngineConfig, model: decoder.DecoderConfig, section: str = "rollout") -> None:
     """Raise InputError where a sequence could have more positions than the policy was made for.
 
     `section` of the config says how long responses may be.

@@ -10,7 +10,7 @@ from specrl_jax.core import Params, stand_in
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.learner.state import RunState, abstract_state, init_random_params, init_state
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import init_adapters
 from specrl_jax.training.build import Learner
@@ -22,7 +22,7 @@ def initial_params(learner: Learner) -> Params:
     config, model, partition = learner.plan.config, learner.plan.model, learner.plan.learner_partition
     if config.policy.path:
         return hf.load_params(config.policy.path, model, partition, dtype=jnp.float32)
-    return init_random_params(jax.random.key(config.seed), qwen3.param_specs(model), partition)
+    return init_random_params(jax.random.key(config.seed), decoder.param_specs(model), partition)
 
 
 def initial_trained(learner: Learner) -> Params:
@@ -109,5 +109,5 @@ def abstract_frozen(learner: Learner) -> Params | None:
     """Return ShapeDtypeStructs of `frozen_params`."""
     if not learner.forward.lora:
         return None
-    specs = qwen3.param_specs(learner.plan.model)
+    specs = decoder.param_specs(learner.plan.model)
     return abstract_params(specs, jnp.float32, learner.plan.learner_partition.shardings(specs))

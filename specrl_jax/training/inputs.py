@@ -15,7 +15,7 @@ from specrl_jax.distributed import agree, exchange, is_first_process, refused_to
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import has_begun, try_workdir
 from specrl_jax.learner.batch import least_pass
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, make_learner, make_packing
 from specrl_jax.training.cache_size import device_memory
@@ -107,7 +107,7 @@ def open_inputs(
 
 
 def with_sizes(
-    config: Config, model: Qwen3Config, machine: Machine, *, problems: Problems, tokenizer: Tokenizer
+    config: Config, model: DecoderConfig, machine: Machine, *, problems: Problems, tokenizer: Tokenizer
 ) -> Config:
     """Return the config with the sizes that it leaves open, by the problems and the machine."""
     if not left_open(config):

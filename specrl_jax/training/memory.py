@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from specrl_jax.drafts.block.block_network import BlockConfig
 from specrl_jax.drafts.sizes import Head, head_layers
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array
-from specrl_jax.models.qwen3 import Qwen3Config
 
 USABLE = 0.9  # of the memory; the rest goes to the runtime and to fragmentation
 # Tokens of a response while it runs, on average, over the longest: E[L^2] / (2 E[L]) of log-normal lengths, cut at the
@@ -34,7 +34,7 @@ def state_bytes(policy: int, head: int, reference: bool) -> int:
 
 
 def activation_bytes(
-    c: Qwen3Config, tokens: Array, longest: float, *, remat: str, dtype: str, tensor: int = 1
+    c: DecoderConfig, tokens: Array, longest: float, *, remat: str, dtype: str, tensor: int = 1
 ) -> Array:
     """Return the bytes that a pass over `tokens` tokens keeps for its backward pass, in rows of up to `longest`.
 
@@ -45,14 +45,14 @@ def activation_bytes(
     return kept + longest * c.vocab * BYTES["float32"] / tensor
 
 
-def kept_numbers(c: Qwen3Config, remat: str) -> int:
+def kept_numbers(c: DecoderConfig, remat: str) -> int:
     """Return the numbers that a layer keeps of a token for its backward pass (models/remat.py)."""
     products = 2 * (c.heads + c.kv_heads) * c.head_dim + c.embed + (0 if c.experts else 2 * c.mlp)
     # Nothing repeated: about the inputs of every product.
     return {"full": c.embed, "selective": c.embed + products, "none": 12 * c.embed}[remat]
 
 
-def token_bytes(c: Qwen3Config, head: Head | None, dtype: str, *, tensor: int = 1) -> float:
+def token_bytes(c: DecoderConfig, head: Head | None, dtype: str, *, tensor: int = 1) -> float:
     """Return the cache bytes of one token on one device: keys and values, also a draft's, and a head's hidden state.
 
     Args:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import forward_flops, peak_flops
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.training.build import Learner
 
@@ -27,7 +27,7 @@ class Performance:
     and the draft's own FLOPs are not counted.
     """
 
-    model: Qwen3Config
+    model: DecoderConfig
     learners: tuple[jax.Device, ...]
     generating: tuple[jax.Device, ...]  # of this process, or the learners again
     peak: float  # FLOP/s per device

@@ -17,7 +17,7 @@ from specrl_jax.drafts.base import DraftMethod, DraftModel
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import Yarn
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
@@ -37,7 +37,7 @@ class Plan:
     """The sizes of a run. Holds no arrays."""
 
     config: Config
-    model: qwen3.Qwen3Config  # the policy's
+    model: decoder.DecoderConfig  # the policy's
     draft_method: DraftMethod
     learner_partition: Partitioner
     rollout_partition: Partitioner  # the learner's devices, or those that only generate, of this process's group
@@ -56,7 +56,7 @@ class Plan:
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 
-def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None, *, memory: int = 0) -> Plan:
+def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = None, *, memory: int = 0) -> Plan:
     """Find the sizes of a run and check them against each other.
 
     Args:
@@ -111,14 +111,14 @@ def learner_mesh(config: Config) -> Mesh:
     return make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
 
 
-def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
+def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
     """Return the preset's sizes; a checkpoint must have the same but for the length it was trained for.
 
     An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
 
     Raises InputError for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
     """
-    sizes = qwen3.preset(policy.preset) if policy.preset or not policy.path else None
+    sizes = decoder.preset(policy.preset) if policy.preset or not policy.path else None
     if policy.path:
         found = hf.load_config(policy.path)
         for field in dataclasses.fields(found) if sizes else ():
@@ -279,8 +279,8 @@ def _check_draft(plan: Plan) -> None:
 def _check_shards(plan: Plan) -> None:
     """Raise InputError where weights or engine rows do not divide over the meshes."""
     learner, rollout = plan.learner_partition, plan.rollout_partition
-    learner.shardings(qwen3.param_specs(plan.model))
-    rollout.shardings(qwen3.inference_specs(plan.model))
+    learner.shardings(decoder.param_specs(plan.model))
+    rollout.shardings(decoder.inference_specs(plan.model))
     if plan.draft:
         learner.shardings(plan.draft.specs)
         rollout.shardings(plan.draft.inference_specs)

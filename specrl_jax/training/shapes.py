@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from specrl_jax.core import Tree, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
-from specrl_jax.models.qwen3.expert_record import record_dtype
+from specrl_jax.models.decoder.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner
 

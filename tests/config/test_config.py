@@ -19,8 +19,8 @@ from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.errors import InputError
 from specrl_jax.learner.optimizer import OPTIMIZERS
 from specrl_jax.models.attention import ATTENTION
+from specrl_jax.models.decoder import PRESETS
 from specrl_jax.models.lora import EQUATIONS
-from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.rewards.worker import NAMES
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.aggregation import AGGREGATIONS

@@ -16,7 +16,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import ROLLOUT, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig
 
@@ -75,7 +75,7 @@ SMALL = EngineConfig(4, 6, 10, chunk=4, groups=2, sequences=3)
 )
 def test_buffers_have_the_bytes_of_the_docstrings(preset, limits, dtype, allocate):
     """On their device, or of the shapes alone."""
-    model, partition, kind = qwen3.preset(preset), partitioner(bench.one_device(), ROLLOUT), jnp.dtype(dtype)
+    model, partition, kind = decoder.preset(preset), partitioner(bench.one_device(), ROLLOUT), jnp.dtype(dtype)
     draft = Eagle3Draft(eagle3.eagle3_config(model, model.vocab))
     config = InferenceConfig(Sampling(), limits, 0, dtype=kind, cache_dtype=kind)
     drafter = draft.drafter(DrafterConfig(7, config.sampling, config.dtype, partition=partition))

@@ -23,7 +23,7 @@ from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.peagle import peagle_network as peagle
 from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
 from specrl_jax.dry_run.phases import device_bytes
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import LEAST_TOKENS, InferenceConfig, make_rollout_engine
 from tests.helpers import targets
@@ -31,7 +31,7 @@ from tests.helpers.abstract import inference_weights
 
 pytestmark = pytest.mark.slow
 
-MODEL = dataclasses.replace(qwen3.preset("qwen3_8b"), layers=4)
+MODEL = dataclasses.replace(decoder.preset("qwen3_8b"), layers=4)
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000)),
     "peagle": PEagleDraft(peagle.peagle_config(MODEL, 2, 32_000)),
@@ -76,7 +76,7 @@ def compiled(platform, kind, k=0, tensor=1, copies=1, draft="eagle3", budget=0):
 def pool_bytes(k):
     """Return the bytes of as many pages of all layers of the model: what is not a copy does not grow with depth."""
     made, _ = engine("cuda", k)
-    layers = qwen3.preset("qwen3_8b").layers + (1 if k else 0)
+    layers = decoder.preset("qwen3_8b").layers + (1 if k else 0)
     return made.config.shard_pages * PAGE * (layers * TOKEN + (2 * MODEL.embed if k else 0))
 
 
@@ -99,7 +99,7 @@ def test_a_single_row_is_multiplied_as_a_matrix(monkeypatch):
     """As a vector it would read weights more slowly, and of this model copy some of them first."""
     if not targets.installed("cuda"):
         pytest.skip("requirements-aot.txt is not installed")
-    model = dataclasses.replace(qwen3.preset("qwen3_0p6b"), layers=2)
+    model = dataclasses.replace(decoder.preset("qwen3_0p6b"), layers=2)
 
     def temporaries(least):
         monkeypatch.setitem(LEAST_TOKENS, "gpu", least)

@@ -13,7 +13,7 @@ from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.grouped import LARGEST, MOST_COPIES, by_ragged_dot
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
@@ -22,7 +22,7 @@ from tests.helpers.abstract import inference_weights
 
 pytestmark = pytest.mark.slow
 
-MODEL, BF16 = qwen3.preset("qwen3_30b_a3b"), jnp.dtype("bfloat16")
+MODEL, BF16 = decoder.preset("qwen3_30b_a3b"), jnp.dtype("bfloat16")
 D, F = MODEL.embed, MODEL.mlp
 
 

@@ -19,13 +19,13 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.dry_run.phases import device_bytes
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights, policy_weights
 
-WHOLE, BF16, B = qwen3.preset("qwen3_8b"), jnp.dtype("bfloat16"), 32
+WHOLE, BF16, B = decoder.preset("qwen3_8b"), jnp.dtype("bfloat16"), 32
 SHALLOW = dataclasses.replace(WHOLE, layers=2)
 LIMITS = EngineConfig(B, 512, 1536, chunk=64, prefill_rows=8, page_tokens=64)
 # Numbers of a layer's q/k/v, o, and gate, up or down.
@@ -87,7 +87,7 @@ def test_no_converted_weight_is_ever_written(quantize):
 def twin_chunk(quantize, k=3):
     """Return (text of the program in which a twin of two layers drafts, pages of its pool, bytes of its weights)."""
     method = make_method(DraftOptions("self", quantize=quantize), SHALLOW)
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), qwen3.param_specs(SHALLOW))
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), decoder.param_specs(SHALLOW))
     shapes = jax.eval_shape(lambda params: method.derived.make(params, BF16), params)
     shardings = partition().shardings(method.derived.specs)
     twin = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -35,7 +35,7 @@ from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
 from specrl_jax.drafts.small_model import SmallModelDraft
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -51,8 +51,8 @@ TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
 VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorted nor dense
 # An EAGLE-3 head needs seven layers; the others are quicker to compile over two.
-MODELS = dict.fromkeys(("mtp", "peagle", "dspark", "dflash", "model"), qwen3.preset("nano"))
-MODELS["eagle3"] = qwen3.preset("nano_deep")
+MODELS = dict.fromkeys(("mtp", "peagle", "dspark", "dflash", "model"), decoder.preset("nano"))
+MODELS["eagle3"] = decoder.preset("nano_deep")
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
@@ -64,7 +64,7 @@ DRAFTS = {
     "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, draft_vocab=128, markov=False), "zlab"),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
     "model": SmallModelDraft(
-        qwen3.Qwen3Config(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=False, max_positions=4096)
+        decoder.DecoderConfig(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=False, max_positions=4096)
     ),
 }
 KINDS = list(DRAFTS)
@@ -312,9 +312,9 @@ def entries_from_scratch(kind, tokens):
     policy, draft = params_of(kind)
     at, (shape, table) = row_positions(tokens), own_pages(*tokens.shape)
     if kind == "model":
-        text, options = qwen3.ModelInputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
+        text, options = decoder.ModelInputs(jnp.asarray(tokens), at), decoder.Options(return_logits=False)
         run = jax.jit(
-            lambda params, cache: qwen3.forward(
+            lambda params, cache: decoder.forward(
                 params, DRAFTS[kind].config, text, partition=ONE, options=options, cache=cache, table=table
             )
         )

@@ -17,7 +17,7 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.twin import whole
 from specrl_jax.drafts.weights import checksum
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.helpers import rollouts
@@ -86,11 +86,11 @@ def test_sampled_drafts_are_accepted_as_often_as_the_distributions_agree(rule):
 
 @pytest.mark.slow
 def test_a_twin_has_the_policys_matrices_and_shares_the_rest():
-    model = qwen3.preset("nano_moe")
+    model = decoder.preset("nano_moe")
     params = random_params(model)
     derived = make_method(DraftOptions("self", quantize="int4"), model).derived
     twin = jax.jit(lambda params: derived.make(params, jnp.float32))(params)
-    policy = jax.jit(lambda params: qwen3.inference_params(params, model, jnp.float32))(params)
+    policy = jax.jit(lambda params: decoder.inference_params(params, model, jnp.float32))(params)
     shapes = jax.tree.map(lambda x: x.shape, twin)
     assert shapes == jax.tree.map(lambda spec: spec.shape, derived.specs)
     both = whole(policy, twin)
@@ -106,7 +106,7 @@ def test_a_twin_has_the_policys_matrices_and_shares_the_rest():
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", FORMATS)
 def test_a_twin_on_a_mesh_is_that_of_one_device(quantize):
-    model = qwen3.preset("nano_moe")
+    model = decoder.preset("nano_moe")
     derived = make_method(DraftOptions("self", quantize=quantize), model).derived
     over = partitioner(make_mesh({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}), ROLLOUT)
     made = [

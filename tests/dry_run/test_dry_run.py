@@ -17,7 +17,7 @@ from specrl_jax.dry_run import run
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure
 from specrl_jax.dry_run.phases import KINDS, find_phases
 from specrl_jax.dry_run.targets import TARGETS
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.plan import make_plan
@@ -86,7 +86,7 @@ def split_bytes(specs, ways, itemsize):
 
 def by_hand(plan):
     """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, microbatch of rows, loss inputs)."""
-    params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
+    params = split_bytes(decoder.param_specs(plan.model), LEARNER, 4)
     # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold one, every shard has one.
     T = 128
     return params, T * (4 + 4 + 4 + 1 + 4), 4 * T + 4 * T + T  # old log-probs, advantages, loss mask

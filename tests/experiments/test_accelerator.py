@@ -23,8 +23,8 @@ from experiments.hlo.traffic import LoopTraffic, Traffic
 from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.models.decoder import PRESETS
 from specrl_jax.models.layers import count_params
-from specrl_jax.models.qwen3 import PRESETS
 from tests.helpers.runs import ROOT
 
 TITLES = (

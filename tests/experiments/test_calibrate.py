@@ -7,7 +7,7 @@ from experiments.scale_projection.calibrate import errors, fit
 from experiments.simulator.cost import DecoderCost
 from experiments.simulator.hardware import HARDWARE
 from specrl_jax.errors import InputError
-from specrl_jax.models.qwen3 import preset
+from specrl_jax.models.decoder import preset
 
 BATCHES = np.array([1.0, 2.0, 8.0, 32.0, 128.0, 512.0])
 CONTEXTS = np.array([100.0, 30_000.0, 1000.0, 20_000.0, 100.0, 5000.0])

@@ -18,12 +18,12 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, partitioner
 from tests.helpers import toys
 from tests.helpers.policies import random_params
 
-DEEP = qwen3.PRESETS["nano_deep"]
+DEEP = decoder.PRESETS["nano_deep"]
 
 
 def rows_of(column, values, **others):

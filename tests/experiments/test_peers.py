@@ -9,10 +9,10 @@ import pytest
 
 from experiments.engine import peer_server, peers
 from specrl_jax.io import hf
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from tests.helpers.policies import random_params
 
-NANO = qwen3.PRESETS["nano"]
+NANO = decoder.PRESETS["nano"]
 # Answers three commands with 0, 1 and 2 tokens, then exits.
 FAKE_PEER = """
 import json, sys

@@ -17,7 +17,7 @@ import pytest
 from experiments import commands as small
 from experiments.engine.peers import save_random
 from specrl_jax.errors import InputError
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 from tests.helpers.runs import ROOT, finished_run, process_environment
 from tests.test_commands import PAGES
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.rl.objectives import LossInputs
 
@@ -28,7 +28,7 @@ def inference_weights(model, draft, dtype, partition, quantize="none"):
 
 def policy_weights(model, dtype, partition, quantize="none"):
     """Return the policy in the inference layout, its layers' matrices quantised as rollout.quantize says."""
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), qwen3.param_specs(model))
-    shapes = jax.eval_shape(lambda params: qwen3.inference_params(params, model, dtype, kind=quantize), params)
-    shardings = partition.shardings(qwen3.inference_specs(model, quantize))
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), decoder.param_specs(model))
+    shapes = jax.eval_shape(lambda params: decoder.inference_params(params, model, dtype, kind=quantize), params)
+    shardings = partition.shardings(decoder.inference_specs(model, quantize))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 
 # Every size differs from every other, and N * H from D, so that no transposed or mistaken axis fits.
-SMALL = qwen3.Qwen3Config(
+SMALL = decoder.DecoderConfig(
     vocab=40,
     embed=24,
     layers=3,
@@ -35,17 +35,17 @@ def random_params(config, seed=0, dtype=np.float32):
             return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), dtype)
         return jnp.asarray(rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed)), dtype)
 
-    params = jax.tree.map(draw, qwen3.param_specs(config))
+    params = jax.tree.map(draw, decoder.param_specs(config))
     # The residual stream starts as large as what a layer adds to it.
     return params | {"embed": params["embed"] * np.array(2, dtype)}
 
 
 def forward(params, config, tokens, positions, partition, cache=None, table=None, **named):
-    """`qwen3.forward`, its further inputs and options by name."""
-    arrays = {name: named.pop(name) for name in qwen3.ModelInputs._fields if name in named}
-    inputs = qwen3.ModelInputs(tokens, positions, **arrays)
-    return qwen3.forward(
-        params, config, inputs, partition=partition, options=qwen3.Options(**named), cache=cache, table=table
+    """`decoder.forward`, its further inputs and options by name."""
+    arrays = {name: named.pop(name) for name in decoder.ModelInputs._fields if name in named}
+    inputs = decoder.ModelInputs(tokens, positions, **arrays)
+    return decoder.forward(
+        params, config, inputs, partition=partition, options=decoder.Options(**named), cache=cache, table=table
     )
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import random_params
 
-MODEL = qwen3.preset("nano_deep")
+MODEL = decoder.preset("nano_deep")
 TOKENIZER = CharTokenizer()
 # (draft.kind, draft.cascade)
 KINDS = {
@@ -41,7 +41,7 @@ def partition():
 
 @functools.cache
 def policy(preset="nano_deep"):
-    return random_params(qwen3.preset(preset))
+    return random_params(decoder.preset(preset))
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def make_engine_and_weights(
 ):
     """Return the engine and the weights of a draft with these options; `over`: a mesh, None: one device."""
     over, dtype = partitioner(over, ROLLOUT) if over else partition(), jnp.dtype(dtype)
-    model = qwen3.preset(preset)
+    model = decoder.preset(preset)
     method = make_method(options, model)
     draft = method.model
     if method.uses_lookup_cache:

@@ -20,7 +20,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.drafts.paged import own_pages
@@ -200,16 +200,16 @@ def config_of(folder, raw):
 
 
 def test_config_of_the_released_checkpoint(tmp_path):
-    assert config_of(tmp_path, QWEN3_8B) == qwen3.preset("qwen3_8b")
+    assert config_of(tmp_path, QWEN3_8B) == decoder.preset("qwen3_8b")
     # As the model card has it for long texts.
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     stretched = config_of(tmp_path, QWEN3_8B | {"rope_scaling": scaling})
-    assert stretched == dataclasses.replace(qwen3.preset("qwen3_8b"), yarn=Yarn(4.0, 32_768))
+    assert stretched == dataclasses.replace(decoder.preset("qwen3_8b"), yarn=Yarn(4.0, 32_768))
     assert stretched.longest == 131_072
 
 
 def test_config_of_the_released_mixture(tmp_path):
-    expected = qwen3.preset("qwen3_30b_a3b")
+    expected = decoder.preset("qwen3_30b_a3b")
     assert config_of(tmp_path, QWEN3_30B_A3B) == expected
     # transformers 5 writes the number of experts under another name; without norm_topk_prob it is false there.
     raw = {key: value for key, value in QWEN3_30B_A3B.items() if key not in ("num_experts", "norm_topk_prob")}
@@ -312,7 +312,7 @@ def test_tokenizer_files_travel_along(tmp_path):
 def test_loading_onto_a_mesh_gives_the_same_values_in_their_places(fsdp, tensor, tmp_path):
     params = save(tmp_path)
     mesh = make_mesh({"data": 1, "fsdp": fsdp, "expert": 1, "tensor": tensor})
-    shardings = partitioner(mesh, LEARNER).shardings(qwen3.param_specs(SMALL))
+    shardings = partitioner(mesh, LEARNER).shardings(decoder.param_specs(SMALL))
     loaded = hf.load_params(str(tmp_path), SMALL, partitioner(mesh, LEARNER))
     assert_same_trees(loaded, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == shardings
@@ -332,7 +332,7 @@ def test_each_device_gets_its_own_experts(tmp_path):
 def test_sharded_parameters_are_saved_whole(tmp_path):
     mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
     params = save(tmp_path / "plain")
-    placed = jax.device_put(params, partitioner(mesh, LEARNER).shardings(qwen3.param_specs(SMALL)))
+    placed = jax.device_put(params, partitioner(mesh, LEARNER).shardings(decoder.param_specs(SMALL)))
     hf.save_params(str(tmp_path / "sharded"), placed, SMALL, dtype="float32")
     plain, sharded = (tmp_path / part / tensor_folder.SINGLE for part in ("plain", "sharded"))
     assert plain.read_bytes() == sharded.read_bytes()
@@ -632,7 +632,7 @@ def reference_model(config, seed=0):
     """A random Qwen3 of transformers, with norm scales off one and logits that spread over several nats."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    make, config_of, own = transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {}
+    make, config_of, own = transformers.Qwen3ForCausalLM, transformers.DecoderConfig, {}
     if config.experts:
         make, config_of = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig
         own = {
@@ -686,7 +686,7 @@ def our_logits(params, config, partition):
     """Logits of the learner's form, and of the rollout's fed in blocks."""
     tokens = jnp.asarray(TOKENS, jnp.int32)
     learner = compiled(config, partition)(params, tokens, row_positions(tokens)).logits
-    rollout = qwen3.inference_params(params, config, jnp.float32)
+    rollout = decoder.inference_params(params, config, jnp.float32)
     shape, table = own_pages(*tokens.shape)
     cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape=shape)
     blocks, run = [], compiled(config, partition)

@@ -35,7 +35,7 @@ from specrl_jax.learner.microbatches import Update
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, StepOutputs, make_feature_step, make_policy_step
 from specrl_jax.learner.state import RunState, TrainState, init_state
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.rl.draft_losses import LOSSES, draft_loss_mask
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -47,7 +47,7 @@ from tests.helpers.training import make_run
 from tests.helpers.updates import in_parts, update_draft, update_policy
 from tests.learner.test_policy_step import assert_trees_close, recorder
 
-POLICY = qwen3.Qwen3Config(48, 32, 7, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False, max_positions=64)
+POLICY = decoder.DecoderConfig(48, 32, 7, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False, max_positions=64)
 VD = 24
 HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
 IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
@@ -100,7 +100,7 @@ def differ(a, b):
 def host_made_state(setup):
     """A fresh state. Its weights come from NumPy: compiling a normal of every shape takes longer than an update."""
     partition = setup.learner.plan.learner_partition
-    policy_specs, head_specs = qwen3.param_specs(setup.learner.plan.model), setup.learner.plan.draft.specs
+    policy_specs, head_specs = decoder.param_specs(setup.learner.plan.model), setup.learner.plan.draft.specs
     policy, head = (jax.device_put(draw(specs, 1), partition.shardings(specs)) for specs in (policy_specs, head_specs))
     # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
     policy |= {"embed": 20 * policy["embed"]}
@@ -371,7 +371,7 @@ def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
 
 @pytest.fixture(scope="module")
 def policy_params():
-    return draw(qwen3.param_specs(POLICY), 1)
+    return draw(decoder.param_specs(POLICY), 1)
 
 
 MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, clip=1.0, weight_decay=0.0, b2=0.999, decay_steps=0))
@@ -384,8 +384,8 @@ def policy_step(partition):
 
 def policy_state(params, partition):
     """Fresh: a step donates it."""
-    params = jax.device_put(params, partition.shardings(qwen3.param_specs(POLICY)))
-    return init_state(params, qwen3.param_specs(POLICY), MOVES, partition=partition)
+    params = jax.device_put(params, partition.shardings(decoder.param_specs(POLICY)))
+    return init_state(params, decoder.param_specs(POLICY), MOVES, partition=partition)
 
 
 @pytest.mark.slow
@@ -445,7 +445,7 @@ def test_tables_are_those_before_the_update(policy_params, partition):
 
 def test_a_tied_policy_is_read_through_its_embedding(partition):
     tied = dataclasses.replace(POLICY, tied=True)
-    params = draw(qwen3.param_specs(tied), 2)
+    params = draw(decoder.param_specs(tied), 2)
     tables = make_read_tables(tied, partition)(params, IDS)
     np.testing.assert_array_equal(tables.lm_head, params["embed"][IDS])
 
@@ -465,9 +465,9 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
     normaliser = 4.0 + rng.normal(size=(B, T)).astype(np.float32)
     features = Features(aux, hidden, normaliser)
     features, rows = jax.device_put((features, rows), partition.sharding(("batch", "sequence")))
-    policy = draw(qwen3.param_specs(POLICY), 1)
+    policy = draw(decoder.param_specs(POLICY), 1)
     tables = make_read_tables(POLICY, partition)(
-        jax.device_put(policy, partition.shardings(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
+        jax.device_put(policy, partition.shardings(decoder.param_specs(POLICY))), jnp.asarray(IDS)
     )
     state = init_state(
         jax.device_put(draw(specs, 4), partition.shardings(specs)), specs, recorder(), partition=partition
@@ -520,7 +520,7 @@ def test_updates_with_some_anchors_take_turns_over_all_tokens(partition):
         rng.normal(size=(B, T, POLICY.embed)).astype("f4"),
         4.0 + rng.normal(size=(B, T)).astype("f4"),
     )
-    tables = make_read_tables(POLICY, partition)(draw(qwen3.param_specs(POLICY), 1), jnp.asarray(IDS))
+    tables = make_read_tables(POLICY, partition)(draw(decoder.param_specs(POLICY), 1), jnp.asarray(IDS))
     state = init_state(draw(draft.specs, 4), draft.specs, recorder(), partition=partition)
     whole = dataclasses.replace(DRAFT_LEARN, draft=draft, ttt_steps=1)
     some = dataclasses.replace(whole, anchor_stride=3)
@@ -561,7 +561,7 @@ def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     together = packed_rows(rows, places, lengths, pad_id=0)
     assert places.rows < B / 2 and together.segments.max() >= 3
     params = draw(draft.specs, 4)
-    policy = draw(qwen3.param_specs(POLICY), 1)
+    policy = draw(decoder.param_specs(POLICY), 1)
     ids = IDS if kind == "eagle3" else np.arange(POLICY.vocab)
     tables = TargetTables(jnp.asarray(policy["embed"]), jnp.asarray(policy["unembed"][ids]))
     step = make_draft_step(dataclasses.replace(DRAFT_LEARN, draft=draft, loss="e2e_tv"), recorder(), partition)
@@ -584,7 +584,7 @@ K = 3
 
 def cycling_policy():
     """After token CYCLE[i] comes CYCLE[i + 1], all but surely; its layers still stir the residual stream."""
-    params = draw(qwen3.param_specs(POLICY), 6)
+    params = draw(decoder.param_specs(POLICY), 6)
     embed = np.random.default_rng(7).normal(size=params["embed"].shape).astype(np.float32)
     unembed = np.zeros_like(embed)
     unembed[np.roll(CYCLE, -1)] = 2.0 * embed[CYCLE]

@@ -24,14 +24,14 @@ from specrl_jax.learner.draft_vocab import (
 )
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.training.initial import initial_state
 from tests.helpers.training import make_run
 
 V = 10
-MODEL = Qwen3Config(V, 3, 1, heads=1, kv_heads=1, head_dim=3, mlp=3, tied=True, max_positions=8)
+MODEL = DecoderConfig(V, 3, 1, heads=1, kv_heads=1, head_dim=3, mlp=3, tied=True, max_positions=8)
 # The policy's table, whose rows are unlike any of the head's.
 POLICY = TrainState(jnp.int32(0), {"embed": 100 + jnp.arange(30.0).reshape(V, 3)}, None)
 SPECS = {
@@ -211,7 +211,7 @@ def test_a_fresh_head_begins_with_the_policys_unembedding_and_shares_no_buffer_w
     state = initial_state(setup.learner)
     policy, head = state.policy.params, state.draft.params
     np.testing.assert_array_equal(state.vocab_map, np.arange(16))
-    np.testing.assert_array_equal(head["unembed"], qwen3.lm_head_weight(policy, setup.learner.plan.model)[:16])
+    np.testing.assert_array_equal(head["unembed"], decoder.lm_head_weight(policy, setup.learner.plan.model)[:16])
     np.testing.assert_array_equal(head["final_norm"], policy["final_norm"])
     assert np.std(head["fc"]) == pytest.approx((3 * setup.learner.plan.model.embed) ** -0.5, rel=0.1)
     # As an update of the draft would: it donates its state.

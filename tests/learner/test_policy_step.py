@@ -14,14 +14,14 @@ from specrl_jax.data.rows import Places, make_rows, packed_rows
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step, make_policy_step
 from specrl_jax.learner.state import TrainState, init_random_params, init_state, state_shardings
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.long import long_but
 from tests.helpers.updates import in_parts, update_policy
 
-NANO = qwen3.preset("nano")
-SPECS = qwen3.param_specs(NANO)
+NANO = decoder.preset("nano")
+SPECS = decoder.param_specs(NANO)
 B, T = 8, 16
 PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat="none", vocab_tile=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)

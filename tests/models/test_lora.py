@@ -11,7 +11,7 @@ import pytest
 from specrl_jax.errors import InputError
 from specrl_jax.learner.policy_step import make_policy_step
 from specrl_jax.learner.state import TrainState
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.lora import EQUATIONS, Adapted, LoRA, adapter_specs, attach, init_adapters, merged
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import MOE, SMALL, random_params
@@ -24,7 +24,7 @@ ALL = LoRA(3, 6.0, tuple(EQUATIONS))
 @functools.cache
 def random_adapters(config, lora=ALL):
     rng = np.random.default_rng(3)
-    specs = adapter_specs(qwen3.param_specs(config), lora)
+    specs = adapter_specs(decoder.param_specs(config), lora)
     return jax.tree.map(lambda spec: (0.1 * rng.normal(size=spec.shape)).astype("f4"), specs)
 
 
@@ -45,7 +45,7 @@ def test_the_sum_is_w_plus_scaled_a_b(config):
 
 @pytest.mark.slow
 def test_fresh_adapters_change_nothing():
-    specs = adapter_specs(qwen3.param_specs(SMALL), ALL)
+    specs = adapter_specs(decoder.param_specs(SMALL), ALL)
     adapters = init_adapters(jax.random.key(0), specs)
     for name, weight in merged(attach(random_params(SMALL), adapters, ALL))["layers"].items():
         np.testing.assert_array_equal(weight, random_params(SMALL)["layers"][name])
@@ -54,8 +54,8 @@ def test_fresh_adapters_change_nothing():
 
 def test_rollouts_run_on_the_sum():
     params, adapters = random_params(SMALL), random_adapters(SMALL)
-    of_parts = qwen3.inference_params(attach(params, adapters, ALL), SMALL, jnp.float32)
-    of_sum = qwen3.inference_params(merged(attach(params, adapters, ALL)), SMALL, jnp.float32)
+    of_parts = decoder.inference_params(attach(params, adapters, ALL), SMALL, jnp.float32)
+    of_sum = decoder.inference_params(merged(attach(params, adapters, ALL)), SMALL, jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, of_parts, of_sum)
 
 
@@ -66,7 +66,7 @@ def update(mesh, microbatch=None):
     learner = dataclasses.replace(PLAIN, lora=ALL, remat="full")
     step = make_policy_step(learner, WITH_KL, recorder(), partition=partition)
     adapters = jax.device_put(random_adapters(PLAIN.model), partition.shardings(learner.trained_specs))
-    frozen = jax.device_put(initial_params(), partition.shardings(qwen3.param_specs(PLAIN.model)))
+    frozen = jax.device_put(initial_params(), partition.shardings(decoder.param_specs(PLAIN.model)))
     nothing = jax.tree.map(jnp.zeros_like, adapters)
     state = TrainState(jnp.zeros((), jnp.int32), adapters, nothing, frozen=frozen)
     state, _, _ = update_policy(step, state, *batch(), microbatch)
@@ -122,7 +122,7 @@ def test_the_sum_exists_for_one_layer_at_a_time():
     abstract = lambda specs: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), specs)  # noqa: E731
     adapters = abstract(learner.trained_specs)
     state = TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32), adapters, adapters, frozen=abstract(qwen3.param_specs(config))
+        jax.ShapeDtypeStruct((), jnp.int32), adapters, adapters, frozen=abstract(decoder.param_specs(config))
     )
     stack = "f32[24,64,128]"  # of gate, up: only ever read
     text = step.gradient.lower(state, *batch()).compile().as_text()
@@ -138,8 +138,8 @@ def test_nonsense_is_refused(values):
 
 @pytest.mark.slow
 def test_an_adapted_matrix_is_a_node_of_the_tree():
-    tree = attach(qwen3.param_specs(SMALL), adapter_specs(qwen3.param_specs(SMALL), ALL), ALL)
+    tree = attach(decoder.param_specs(SMALL), adapter_specs(decoder.param_specs(SMALL), ALL), ALL)
     assert (
         isinstance(tree["layers"]["q"], Adapted)
-        and len(jax.tree.leaves(tree)) == len(jax.tree.leaves(qwen3.param_specs(SMALL))) + 2 * 7
+        and len(jax.tree.leaves(tree)) == len(jax.tree.leaves(decoder.param_specs(SMALL))) + 2 * 7
     )

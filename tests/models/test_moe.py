@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.models import cache as kv
-from specrl_jax.models import grouped, moe, qwen3
+from specrl_jax.models import decoder, grouped, moe
 from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from tests.helpers.grouped import by_kernel
@@ -52,11 +52,11 @@ def empty_pages(config, rows, partition, columns=5):
 
 @functools.cache
 def cached(config, partition):
-    """`qwen3.forward` over pages, jitted."""
+    """`decoder.forward` over pages, jitted."""
 
     def run(params, tokens, positions, cache, table):
-        return qwen3.forward(
-            params, config, qwen3.ModelInputs(tokens, positions), partition=partition, cache=cache, table=table
+        return decoder.forward(
+            params, config, decoder.ModelInputs(tokens, positions), partition=partition, cache=cache, table=table
         )
 
     return jax.jit(run)
@@ -138,7 +138,7 @@ def test_one_expert_is_the_dense_mlp(partition):
     at = row_positions(tokens)
 
     def decoded(params, config):
-        rollout = qwen3.inference_params(params, config, jnp.float32)
+        rollout = decoder.inference_params(params, config, jnp.float32)
         return cached(config, partition)(rollout, tokens, at, *empty_pages(config, B, partition))
 
     def learned(params, config):
@@ -186,7 +186,7 @@ def test_gradient_is_the_derivative_of_the_float64_formula(config, partition):
         ours = sum((np.asarray(g, np.float64) * d).sum() for g, d in zip(*map(jax.tree.leaves, (gradient, direction))))
         involved = [g for g, d in zip(*map(jax.tree.leaves, (gradient, direction))) if np.any(d)]
         size = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in involved))
-        # As in test_qwen3.
+        # As in test_decoder.
         assert abs(ours - slope(direction)) < 2e-5 * size
 
 
@@ -204,8 +204,8 @@ def test_recomputing_layers_changes_nothing(partition):
 
 def test_inference_params_have_the_declared_shapes_and_values():
     params = random_params(MOE)
-    rollout = qwen3.inference_params(params, MOE, jnp.float32)
-    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, qwen3.inference_specs(MOE))
+    rollout = decoder.inference_params(params, MOE, jnp.float32)
+    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, decoder.inference_specs(MOE))
     for i, layer in enumerate(rollout["layers"]):
         for name in ("router", "gate", "up", "down"):
             np.testing.assert_array_equal(layer[name], params["layers"][name][i])
@@ -215,7 +215,9 @@ def test_inference_params_have_the_declared_shapes_and_values():
 def test_cached_decode_is_the_full_forward(partition):
     params, tokens = random_params(MOE), draw_tokens(0)
     full = run(params, MOE, tokens, partition)
-    logits, routing = decode(qwen3.inference_params(params, MOE, jnp.float32), MOE, tokens, (5, 1, 4, 1, 1), partition)
+    logits, routing = decode(
+        decoder.inference_params(params, MOE, jnp.float32), MOE, tokens, (5, 1, 4, 1, 1), partition
+    )
     np.testing.assert_allclose(logits, full.logits, **ROUNDING)
     np.testing.assert_array_equal(routing, full.routing)
 
@@ -227,7 +229,7 @@ def test_rows_are_independent(partition):
     others = draw_tokens(4).at[2].set(tokens[2])
     before, after = (run(params, MOE, t, partition).logits[2] for t in (tokens, others))
     np.testing.assert_array_equal(after, before)
-    rollout = qwen3.inference_params(params, MOE, jnp.float32)
+    rollout = decoder.inference_params(params, MOE, jnp.float32)
     before, after = (decode(rollout, MOE, t, (4, 4), partition)[0][2] for t in (tokens, others))
     np.testing.assert_array_equal(after, before)
 
@@ -281,7 +283,9 @@ def assert_close(ours, theirs):
 def mixture_and_gradients(partition, rows):
     """Of one layer: its output, the experts' copies, and gradients by its input and its weights."""
     specs = {
-        name: spec for name, spec in qwen3.param_specs(DIVISIBLE)["layers"].items() if name in (*moe.MATRICES, "router")
+        name: spec
+        for name, spec in decoder.param_specs(DIVISIBLE)["layers"].items()
+        if name in (*moe.MATRICES, "router")
     }
     w = {name: random_params(DIVISIBLE)["layers"][name][0] for name in specs}
     placed = {name: jax.device_put(m, partition.sharding(specs[name].axes[1:])) for name, m in w.items()}
@@ -330,7 +334,7 @@ def test_sums_of_accelerators_over_a_mesh(way, one_device, monkeypatch):
 def test_a_policy_on_a_mesh_is_the_policy_on_one_device(partition):
     params, tokens = random_params(DIVISIBLE), draw_tokens(0, (8, T))
     over = spread({"expert": 2, "fsdp": 2, "tensor": 2})
-    placed = jax.device_put(params, over.shardings(qwen3.param_specs(DIVISIBLE)))
+    placed = jax.device_put(params, over.shardings(decoder.param_specs(DIVISIBLE)))
     (one, grad_one), (many, grad_many) = (
         graded_score(DIVISIBLE, p, remat="full")(w, tokens) for p, w in ((partition, params), (over, placed))
     )
@@ -341,8 +345,11 @@ def test_a_policy_on_a_mesh_is_the_policy_on_one_device(partition):
 @pytest.mark.slow
 def test_decoding_on_a_mesh_is_decoding_on_one_device(partition):
     params, tokens = random_params(DIVISIBLE), draw_tokens(0, (8, T))
-    over, rollout = spread({"expert": 4, "tensor": 2}, ROLLOUT), qwen3.inference_params(params, DIVISIBLE, jnp.float32)
-    placed = jax.device_put(rollout, over.shardings(qwen3.inference_specs(DIVISIBLE)))
+    over, rollout = (
+        spread({"expert": 4, "tensor": 2}, ROLLOUT),
+        decoder.inference_params(params, DIVISIBLE, jnp.float32),
+    )
+    placed = jax.device_put(rollout, over.shardings(decoder.inference_specs(DIVISIBLE)))
     many, one = (decode(w, DIVISIBLE, tokens, (4, 4, 4), p) for w, p in ((placed, over), (rollout, partition)))
     np.testing.assert_allclose(many[0], one[0], **ROUNDING)
     np.testing.assert_array_equal(many[1], one[1])
@@ -358,10 +365,10 @@ def dequantized(w):
 def test_quantized_weights_decode_as_the_numbers_they_stand_for(kind, config, partition):
     """On one device and on a mesh: the scale of each output channel is applied to the right products."""
     params, tokens = random_params(config), draw_tokens(0, (8, T))
-    rollout = qwen3.inference_params(params, config, jnp.float32, kind=kind)
+    rollout = decoder.inference_params(params, config, jnp.float32, kind=kind)
     numbers = jax.tree.map(dequantized, rollout, is_leaf=lambda w: isinstance(w, Quantized))
     over = spread({"expert": 4, "tensor": 2}, ROLLOUT)
-    placed = jax.device_put(rollout, over.shardings(qwen3.inference_specs(config, kind)))
+    placed = jax.device_put(rollout, over.shardings(decoder.inference_specs(config, kind)))
 
     def logits(w, partition):
         cache, table = empty_pages(config, len(tokens), partition)
@@ -370,12 +377,12 @@ def test_quantized_weights_decode_as_the_numbers_they_stand_for(kind, config, pa
     expected = logits(numbers, partition)
     np.testing.assert_allclose(logits(rollout, partition), expected, **ROUNDING)
     np.testing.assert_allclose(logits(placed, over), expected, **ROUNDING)
-    plain = logits(qwen3.inference_params(params, config, jnp.float32), partition)
+    plain = logits(decoder.inference_params(params, config, jnp.float32), partition)
     assert 0.0 < float(jnp.abs(expected - plain).mean()) < 0.3 * float(plain.std())
 
 
 def test_each_device_has_its_own_experts_and_no_others():
     over = spread({"expert": 4, "tensor": 2})
-    placed = jax.device_put(random_params(DIVISIBLE), over.shardings(qwen3.param_specs(DIVISIBLE)))
+    placed = jax.device_put(random_params(DIVISIBLE), over.shardings(decoder.param_specs(DIVISIBLE)))
     assert {shard.data.shape for shard in placed["layers"]["gate"].addressable_shards} == {(3, 2, 24, 14)}
     assert {shard.data.shape for shard in placed["layers"]["down"].addressable_shards} == {(3, 2, 14, 24)}

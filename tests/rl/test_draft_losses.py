@@ -19,7 +19,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import (
@@ -378,7 +378,7 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
 
 # ---- packed rows: several sequences in one
 
-TARGET = qwen3.Qwen3Config(24, 16, 7, heads=4, kv_heads=2, head_dim=8, mlp=24, tied=True, max_positions=64)
+TARGET = decoder.DecoderConfig(24, 16, 7, heads=4, kv_heads=2, head_dim=8, mlp=24, tied=True, max_positions=64)
 EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
 HEADS = {"eagle3": (eagle3, EAGLE, (3,)), "mtp": (mtp, MTP, ())}  # and the shape of its features before D
 DRAFTS = {"eagle3": Eagle3Draft, "mtp": MTPDraft}

@@ -19,7 +19,7 @@ from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.tasks import draft_features, draft_pretrain
 from specrl_jax.tasks.draft_features import ANSWERS_SEED_OFFSET, batches, fill_store, open_store
 from specrl_jax.training.build import prepare
@@ -440,7 +440,7 @@ def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
 @pytest.mark.parametrize("kind", ["mtp", "model"])
 def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(kind, tmp_path):
     """A policy that has something to say, thirty updates, and the folder read back into the same engine."""
-    nano = qwen3.preset("nano")
+    nano = decoder.preset("nano")
     hf.save_params(str(tmp_path / "policy"), random_params(nano), nano, dtype="float32")
     config = smoke_config(tmp_path / "draft")
     config.policy.preset, config.policy.path = "nano", str(tmp_path / "policy")

@@ -19,7 +19,7 @@ from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.exact import final_probs
@@ -27,8 +27,8 @@ from tests.helpers.long import long_but
 from tests.helpers.policies import random_params
 from tests.helpers.runs import ROOT, arguments, make_call
 
-NANO, DEEP = qwen3.preset("nano"), qwen3.preset("nano_deep")
-SMALLER = qwen3.Qwen3Config(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
+NANO, DEEP = decoder.preset("nano"), decoder.preset("nano_deep")
+SMALLER = decoder.DecoderConfig(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
 ROLLOUT = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12, num_slots=6, top_k=50, top_p=0.95)
@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 
     save("policy", hf.save_params, random_params(NANO), NANO, dtype="float32")
     save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, dtype="float32")
-    other = qwen3.Qwen3Config(96, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
+    other = decoder.DecoderConfig(96, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
     save("other_words", hf.save_params, random_params(other), other, dtype="float32")
     for dialect in mtp_formats.FORMATS:
         head = mtp.mtp_config(NANO)
@@ -116,7 +116,7 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
     partition = partitioner(one_device(), LEARNER)
     policy = hf.load_params(str(folders / "policy"), NANO, partition, dtype=jnp.float32)
     logits = jax.jit(
-        lambda w: qwen3.forward(w, NANO, qwen3.ModelInputs(rows.tokens, rows.positions), partition=partition).logits
+        lambda w: decoder.forward(w, NANO, decoder.ModelInputs(rows.tokens, rows.positions), partition=partition).logits
     )
     sampling = Sampling(ROLLOUT.temperature, ROLLOUT.top_k, ROLLOUT.top_p)
     probs = final_probs(np.asarray(logits(policy))[rows.mask], sampling)

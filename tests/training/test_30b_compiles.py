@@ -19,7 +19,7 @@ from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import count_params
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -29,7 +29,7 @@ from tests.helpers.abstract import inference_weights, minibatch
 pytestmark = pytest.mark.slow
 
 CONFIG = rlzero_8b.get_config()
-MODEL = qwen3.preset("qwen3_30b_a3b")
+MODEL = decoder.preset("qwen3_30b_a3b")
 DRAFT = Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000))
 BF16 = jnp.dtype("bfloat16")
 
@@ -55,7 +55,7 @@ def test_policy_step_compiles_sharded():
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition=partition)
     B, T = 8, 4096
-    state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
+    state = abstract_state(decoder.param_specs(MODEL), optimizer, partition)
     compiled = step.gradient.lower(state, *minibatch(B, T)).compile()
     # Float32 parameters: an eighth of the experts on every device, half of the rest.
     expected = 4 * (EXPERTS / 8 + REST / 2)

@@ -22,7 +22,7 @@ from specrl_jax.learner.draft_step import DraftForward, make_draft_step
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import count_params
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -30,7 +30,7 @@ from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_e
 from tests.helpers.abstract import inference_weights, minibatch
 
 CONFIG = rlzero_8b.get_config()
-MODEL = qwen3.preset(CONFIG.policy.preset)
+MODEL = decoder.preset(CONFIG.policy.preset)
 DRAFT_VOCAB = 32_000
 DRAFT = Eagle3Draft(eagle3.eagle3_config(MODEL, DRAFT_VOCAB))
 LARGEST_SHARD = 2**20  # elements: what an iteration may gather is activations, never a cache or a weight
@@ -54,7 +54,7 @@ def test_policy_step_compiles_sharded(mesh):
     )
     B = grpo.microbatch_tokens // 10_240
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens
-    state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
+    state = abstract_state(decoder.param_specs(MODEL), optimizer, partition)
     sums = step.gradient.eval_shape(state, *minibatch(B, T))[0]
     # Parameters; then sums and two float32 moments beside them. An eighth of each on every device (norm
     # scales are split by fsdp alone).

@@ -14,7 +14,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.cache import GB
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import cache_size
@@ -61,7 +61,7 @@ def test_a_pool_smaller_than_a_page_is_refused_too():
 @pytest.mark.parametrize("kind", ["none", "eagle3", "model"])
 def test_a_page_takes_what_its_arrays_do_on_a_device(kind):
     mesh, rollout = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), RolloutConfig(page_tokens=16)
-    model, partition = qwen3.preset("nano"), partitioner(mesh, ROLLOUT)
+    model, partition = decoder.preset("nano"), partitioner(mesh, ROLLOUT)
     draft = make_method(DraftOptions(kind, preset="nano" if kind == "model" else ""), model).model
     found = page_bytes(model, draft, rollout, partition=partition)
     limits = dataclasses.replace(LIMITS, shards=2)
@@ -89,7 +89,7 @@ def test_a_pool_beyond_the_device_is_refused_with_what_it_has():
 
 
 def test_a_limit_beyond_the_positions_is_refused_with_the_longest_that_fits():
-    nano = qwen3.preset("nano")  # 4,096 positions
+    nano = decoder.preset("nano")  # 4,096 positions
     check_cache_length(EngineConfig(8, 96, 4000, chunk=4), nano)
     words = r"^eval\.max_response_tokens=4001: with rollout\.max_prompt_tokens=96 .* at most 4000 is possible$"
     with pytest.raises(InputError, match=words):

@@ -14,14 +14,14 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.dry_run.run import with_chosen
 from specrl_jax.errors import InputError
 from specrl_jax.learner.batch import Packing, least_pass
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.choices import DataSizes, Machine, choose_formats, choose_sizes, resumed
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.problems import load_problems
 
-SMALL = dataclasses.replace(qwen3.preset("nano_deep"), vocab=1024)
-LARGE = qwen3.preset("qwen3_0p6b")
+SMALL = dataclasses.replace(decoder.preset("nano_deep"), vocab=1024)
+LARGE = decoder.preset("qwen3_0p6b")
 GB = 10**9
 SOLVED = DataSizes(prompts=7473, longest_prompt=312, solutions=7473, longest_solution=419)
 UNSOLVED = SOLVED._replace(solutions=0, longest_solution=0)

@@ -14,7 +14,7 @@ from specrl_jax.core import at_least_float32
 from specrl_jax.learner.batch import learner_batch
 from specrl_jax.learner.policy_step import make_policy_step
 from specrl_jax.learner.state import TrainState
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
 from tests.helpers.long import long_but
@@ -108,7 +108,7 @@ def test_adapters():
     )
     plain, _ = gradient("token", WIDE, batch_of(), trained=merged(attach(frozen, adapters, ADAPTERS)))
     got, _ = gradient("token", learner, batch_of(), adapters, frozen, size=2)
-    assert set(got) == set(adapters) <= set(qwen3.param_specs(PLAIN.model)["layers"])
+    assert set(got) == set(adapters) <= set(decoder.param_specs(PLAIN.model)["layers"])
     for name, parts in got.items():
         inputs, out = EQUATIONS[name].split("->")
         left, right = inputs.split(",")

@@ -8,7 +8,7 @@ from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.sizes import ONE_PASS, priced_head
 from specrl_jax.models.cache import PageShape
-from specrl_jax.models.qwen3 import preset
+from specrl_jax.models.decoder import preset
 from specrl_jax.training.memory import MemoryEstimate, activation_bytes, state_bytes, token_bytes
 
 

@@ -8,7 +8,7 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import TrainState
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
@@ -18,12 +18,12 @@ from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, r
 
 pytestmark = pytest.mark.slow
 
-NANO = qwen3.preset("nano_moe")
+NANO = decoder.preset("nano_moe")
 
 
 def recorded_gradient(partition):
     """Of one policy step, and its metrics."""
-    params = jax.device_put(random_params(NANO), partition.shardings(qwen3.param_specs(NANO)))
+    params = jax.device_put(random_params(NANO), partition.shardings(decoder.param_specs(NANO)))
     learner = PolicyForward(NANO, jnp.dtype("float32"), True, vocab_tile=0, temperature=1.0)
     step = make_policy_step(learner, WITH_KL, recorder(), partition=partition)
     state = TrainState(jnp.zeros((), jnp.int32), params, jax.tree.map(jnp.zeros_like, params))

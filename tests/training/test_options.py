@@ -12,7 +12,7 @@ from configs import rlzero_tiny
 from specrl_jax.errors import RunFailed, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.metrics import read_metrics
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.tasks.export import export
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
@@ -107,7 +107,7 @@ def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
     weights, _ = prepare(
         setup.learner, setup.rollout, state.replace(policy=state.policy.replace(frozen=initial_params(setup.learner)))
     )
-    again = qwen3.inference_params(written, setup.learner.plan.model, jnp.float32)
+    again = decoder.inference_params(written, setup.learner.plan.model, jnp.float32)
     # Summed by two programs.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, weights.policy)
     assert np.abs(written["layers"]["q"] - initial_params(setup.learner)["layers"]["q"]).max() > 1e-4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.flops import PEAK_FLOPS, forward_flops, matmul_weights, peak_flops
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -18,31 +18,31 @@ from specrl_jax.training.performance import Performance
 
 def test_products_are_the_weights_but_for_norms_and_the_embedding():
     for name in ("nano", "tiny", "qwen3_8b"):
-        c = qwen3.preset(name)
+        c = decoder.preset(name)
         norms = c.layers * (2 * c.embed + 2 * c.head_dim) + c.embed
         embedding = 0 if c.tied else c.vocab * c.embed
-        assert matmul_weights(c) == count_params(qwen3.param_specs(c)) - norms - embedding
+        assert matmul_weights(c) == count_params(decoder.param_specs(c)) - norms - embedding
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees():
     """Qwen3-30B-A3B is named for its 30.5 and 3.3 billion weights (its card); the embedding is not multiplied with."""
-    c = qwen3.preset("qwen3_30b_a3b")
+    c = decoder.preset("qwen3_30b_a3b")
     assert matmul_weights(c) + c.vocab * c.embed == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_operations_are_those_that_the_compiler_counts():
-    c, (B, T) = qwen3.preset("nano"), (2, 64)
+    c, (B, T) = decoder.preset("nano"), (2, 64)
     partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
-    specs = qwen3.param_specs(c)
+    specs = decoder.param_specs(c)
     # Layers one by one: the compiler counts the body of a scan once.
-    params = abstract_params(qwen3.inference_specs(c), jnp.float32, partition.shardings(qwen3.inference_specs(c)))
+    params = abstract_params(decoder.inference_specs(c), jnp.float32, partition.shardings(decoder.inference_specs(c)))
     shape = kv.PageShape(B * T // 8, 8, jnp.dtype(jnp.float32), platform=jax.default_backend())
     cache = jax.eval_shape(lambda: kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape=shape))
     tokens, rows = (jax.ShapeDtypeStruct((B, width), jnp.int32) for width in (T, T // 8))
 
     def decode(params, tokens, positions, cache, table):
-        return qwen3.forward(
-            params, c, qwen3.ModelInputs(tokens, positions), partition=partition, cache=cache, table=table
+        return decoder.forward(
+            params, c, decoder.ModelInputs(tokens, positions), partition=partition, cache=cache, table=table
         ).logits
 
     compiled = jax.jit(decode).lower(params, tokens, tokens, cache, kv.Table(rows, rows)).compile()
@@ -53,7 +53,7 @@ def test_operations_are_those_that_the_compiler_counts():
 
 
 def test_utilisation_is_operations_over_time_and_ceiling():
-    c = qwen3.preset("nano")
+    c = decoder.preset("nano")
     rollouts = types.SimpleNamespace(prompt_length=np.array([3, 5]), length=np.array([10, 25]))
     trained = types.SimpleNamespace(prompt_length=np.array([5]), length=np.array([25]))
     learners = (jax.devices()[0],) * 4

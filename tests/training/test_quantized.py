@@ -11,7 +11,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import Stopped
 from specrl_jax.io.metrics import read_metrics
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.quantized import quantize
 from specrl_jax.tasks.export import export
 from specrl_jax.training.metrics import mismatch_metrics
@@ -71,7 +71,7 @@ def test_the_quantised_policy_draws_and_is_recorded_whatever_drafts(draft, kind,
     assert_positions_add_up(drafted)
     place = np.arange(plain.tokens.shape[1])
     mask = (place >= plain.prompt_length[:, None]) & (place < plain.length[:, None])
-    mask, recorded, config = mask[:, 1:], plain.logprobs[:, 1:], qwen3.preset(preset)
+    mask, recorded, config = mask[:, 1:], plain.logprobs[:, 1:], decoder.preset(preset)
     own = scores(rounded(policy(preset), kind), config, plain, partition)
     # float32 on both sides; the scale multiplies weights here and products there.
     np.testing.assert_allclose(recorded[mask], own[mask], rtol=0, atol=1e-4)

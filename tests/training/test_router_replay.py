@@ -24,7 +24,7 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.batch import Packing, TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step, make_policy_step, make_unreplayed_step
 from specrl_jax.learner.state import TrainState
-from specrl_jax.models import moe, qwen3
+from specrl_jax.models import decoder, moe
 from specrl_jax.models.lora import LoRA, attach, init_adapters
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.training import loop
@@ -41,7 +41,7 @@ from tests.helpers.training import lower_case, make_run, saved, train, untimed
 from tests.helpers.updates import update_policy
 from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
 
-NANO = qwen3.preset("nano_moe")
+NANO = decoder.preset("nano_moe")
 # More prompts than a refill takes and rollouts than slots; a prompt is prefilled in pieces, and shared by samples.
 LIMITS = EngineConfig(
     4,
@@ -79,7 +79,7 @@ def learner_partition(mesh=None):
 
 def chosen_by_a_plain_forward(rollouts, preset="nano_moe"):
     """The record of each rollout, by the learner's float32 forward over its whole text."""
-    run = compiled(qwen3.preset(preset), learner_partition(), return_experts=True)
+    run = compiled(decoder.preset(preset), learner_partition(), return_experts=True)
     tokens = jnp.asarray(rollouts.tokens)
     experts = np.asarray(run(real.policy(preset), tokens, row_positions(tokens)).experts)
     return [x[: n - 1] for x, n in zip(experts, rollouts.length)]

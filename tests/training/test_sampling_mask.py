@@ -14,7 +14,7 @@ from specrl_jax.learner.batch import Packing, TrainingBatch, learner_batch
 from specrl_jax.learner.draft_step import make_predict_step, make_read_tables
 from specrl_jax.learner.draft_step import predicted as of_microbatches
 from specrl_jax.learner.policy_step import PolicyForward, make_feature_step, make_logprob_step
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.training.metrics import mismatch_metrics
 from tests.helpers import rollouts as real
@@ -52,7 +52,7 @@ def test_learner_and_rollouts_agree_on_the_log_probs(rule, cut, packed):
 @pytest.mark.slow
 def test_the_predicted_acceptance_is_of_the_tokens_kept():
     """Masks have ids of the target's vocabulary, the draft's has others: what it lacks is never accepted."""
-    partition, policy = learner_partition(), draw(qwen3.param_specs(POLICY), 1)
+    partition, policy = learner_partition(), draw(decoder.param_specs(POLICY), 1)
     rows, _ = make_batch(POLICY.vocab, B, T)
     tables = make_read_tables(POLICY, partition, replays=True)(policy, jnp.asarray(IDS))
     np.testing.assert_array_equal(tables.vocab_map, IDS)

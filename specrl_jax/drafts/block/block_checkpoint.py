@@ -29,7 +29,7 @@ from specrl_jax.io.config_json import ConfigJson, Qwen3Sizes, Size
 from specrl_jax.io.hf import check_heads, hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.json_files import Checked
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.sharding import Partitioner
 
 ARCHITECTURES = {"deepspec": "Qwen3DSparkModel", "zlab": "DFlashDraftModel"}
@@ -68,7 +68,7 @@ class BlockEntry(Checked):
     causal: bool = False
 
 
-def load_config(folder: str, target: Qwen3Config) -> BlockConfig:
+def load_config(folder: str, target: DecoderConfig) -> BlockConfig:
     """Return the sizes of the drafter in `folder`, checked against its target; read headers only.
 
     Raises InputError for a missing or damaged folder, and sizes that do not go with the target.
@@ -129,7 +129,7 @@ def _find(raw: ConfigJson) -> str:
     return "speculators"
 
 
-def _check_supported(raw: ConfigJson, file: BlockFile, sizes: BlockSizes, target: Qwen3Config) -> None:
+def _check_supported(raw: ConfigJson, file: BlockFile, sizes: BlockSizes, target: DecoderConfig) -> None:
     for name, found, ours in (
         ("hidden_size", sizes.hidden_size, target.embed),
         ("vocab_size", sizes.vocab_size, target.vocab),
@@ -143,7 +143,7 @@ def _check_supported(raw: ConfigJson, file: BlockFile, sizes: BlockSizes, target
         raise raw.error(f"has markov_head_type={file.markov_head_type}; vanilla is supported")
 
 
-def _aux_layers(raw: ConfigJson, entry: BlockEntry, name: str, target: Qwen3Config) -> tuple[int, ...]:
+def _aux_layers(raw: ConfigJson, entry: BlockEntry, name: str, target: DecoderConfig) -> tuple[int, ...]:
     """Return the layers that are entered with what the drafter reads."""
     key, shift = ("aux_hidden_state_layer_ids", 0) if name == "speculators" else ("target_layer_ids", 1)
     ids: list[int] | None = getattr(entry, key)
@@ -168,7 +168,7 @@ def load_params(folder: str, config: BlockConfig, partition: Partitioner, *, dty
     return TensorFolder(folder, "draft.path").load(param_specs(config), partition, dtype)
 
 
-def load_vocab_map(folder: str, config: BlockConfig, target: Qwen3Config) -> np.ndarray:
+def load_vocab_map(folder: str, config: BlockConfig, target: DecoderConfig) -> np.ndarray:
     """Return [Vd] int32 target ids of the draft ids. Raises InputError as `read_ids`."""
     return read_ids(TensorFolder(folder, "draft.path"), config.draft_vocab, target.vocab)
 
@@ -179,7 +179,7 @@ def save(
     vocab_map: np.ndarray | None,
     *,
     config: BlockConfig,
-    target: Qwen3Config,
+    target: DecoderConfig,
     dtype: str,
     dialect: str,
     verifier: str = "",

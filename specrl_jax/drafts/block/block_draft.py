@@ -25,22 +25,22 @@ from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
+from specrl_jax.models.decoder import DecoderConfig, Output
 from specrl_jax.models.layers import matmul, rms_norm
-from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 
-def make_dspark(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make_dspark(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the drafter with a Markov head in draft.path, or a new one for the target. Raises InputError."""
     return _make(options, target, markov=True)
 
 
-def make_dflash(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make_dflash(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the drafter without a Markov head in draft.path, or a new one for the target. Raises InputError."""
     return _make(options, target, markov=False)
 
 
-def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMethod:
+def _make(options: DraftOptions, target: DecoderConfig, markov: bool) -> DraftMethod:
     if options.path:
         config = loaded_config(checkpoint, options, target)
         if bool(config.markov_rank) != markov:

@@ -29,9 +29,9 @@ from specrl_jax.drafts.base import DraftInputs
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, HeadConfig
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm, rotate, table_spec
-from specrl_jax.models.qwen3 import Qwen3Config
 
 # (q [B, Q, N, H], k [B, Q, K, H], v [B, Q, K, H]) -> [B, Q, N, H]
 AttendBlock = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -63,14 +63,14 @@ class BlockConfig(HeadConfig):
         return self.slots - self.unused
 
     @property
-    def block(self) -> Qwen3Config:
+    def block(self) -> DecoderConfig:
         """Return the sizes of the Qwen3 that has these layers."""
         names = [field.name for field in dataclasses.fields(HeadConfig)]
         shared = {name: getattr(self, name) for name in names}
-        return Qwen3Config(vocab=self.vocab, layers=self.layers, tied=True, **shared)
+        return DecoderConfig(vocab=self.vocab, layers=self.layers, tied=True, **shared)
 
 
-def block_config(target: Qwen3Config, slots: int, layers: int, *, draft_vocab: int, markov: bool) -> BlockConfig:
+def block_config(target: DecoderConfig, slots: int, layers: int, *, draft_vocab: int, markov: bool) -> BlockConfig:
     """Return the sizes of a new drafter for a target. Raises InputError for a vocabulary larger than the target's."""
     if not 0 < draft_vocab <= target.vocab:
         raise InputError(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
@@ -123,7 +123,7 @@ def param_specs(config: BlockConfig) -> Specs:
         leaves["confidence_bias"] = ParamSpec((1,), (None,), 0, f"{name}.bias", "o -> o")
     if c.draft_vocab < c.vocab:
         leaves["unembed"] = table_spec(c.draft_vocab, D, "lm_head", fan_in=D)
-    return nested(leaves, layers=jax.tree.map(own_name, branch(qwen3.param_specs(c.block), "layers")))
+    return nested(leaves, layers=jax.tree.map(own_name, branch(decoder.param_specs(c.block), "layers")))
 
 
 def inference_specs(config: BlockConfig) -> Specs:
@@ -132,7 +132,7 @@ def inference_specs(config: BlockConfig) -> Specs:
     specs["fc"] = ParamSpec((len(config.aux_layers) * config.embed, config.embed), (None, "embed"))
     if config.draft_vocab < config.vocab:
         specs["to_logits"] = ParamSpec((config.embed, config.draft_vocab), ("embed", "vocab"))
-    return nested(specs, layers=branches(qwen3.inference_specs(config.block), "layers"))
+    return nested(specs, layers=branches(decoder.inference_specs(config.block), "layers"))
 
 
 def inference_params(params: Params, dtype: jnp.dtype) -> Params:
@@ -142,7 +142,7 @@ def inference_params(params: Params, dtype: jnp.dtype) -> Params:
     fused["fc"] = params["fc"].reshape(-1, params["fc"].shape[-1])
     if "unembed" in params:
         fused["to_logits"] = params["unembed"].T
-    return jax.tree.map(lambda w: w.astype(dtype), nested(fused, layers=qwen3.unstacked(branch(params, "layers"))))
+    return jax.tree.map(lambda w: w.astype(dtype), nested(fused, layers=decoder.unstacked(branch(params, "layers"))))
 
 
 def context(params: Params, config: BlockConfig, features: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ def hidden_states(
 ) -> jax.Array:
     """Apply the layers, each with its attention, to the slots x [B, Q, D]; return [B, Q, D] before the last norm."""
     for w, attend in zip(layers, attends, strict=True):
-        x, _ = qwen3.layer(x, w, config.block, angles=angles, attend=attend)
+        x, _ = decoder.layer(x, w, config.block, angles=angles, attend=attend)
     return x
 
 

@@ -39,12 +39,12 @@ from specrl_jax.drafts.eagle3.formats import FORMATS, Eagle3Format
 from specrl_jax.drafts.vocab_ids import drafted, read_ids, vocab_tensors
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 
-def load_config(folder: str, target: Qwen3Config) -> Eagle3Config:
+def load_config(folder: str, target: DecoderConfig) -> Eagle3Config:
     """Return sizes and variants of the head in `folder`, checked against its target; read headers, d2t and t2d only.
 
     Raises InputError for a missing or damaged folder, another architecture, unsupported entries (see the module), and
@@ -65,7 +65,7 @@ def load_params(folder: str, head: Eagle3Config, partition: Partitioner, *, dtyp
     return source.load(in_format(param_specs(head), FORMATS[name], source), partition, dtype)
 
 
-def load_vocab_map(folder: str, head: Eagle3Config, target: Qwen3Config) -> np.ndarray:
+def load_vocab_map(folder: str, head: Eagle3Config, target: DecoderConfig) -> np.ndarray:
     """Return [Vd] int32 target ids of the draft ids; the file stores d2t, their difference.
 
     A head over the whole vocabulary may leave it out. Raises InputError where d2t does not name different ids of the
@@ -87,7 +87,7 @@ def save(
     vocab_map: np.ndarray,
     *,
     config: Eagle3Config,
-    target: Qwen3Config,
+    target: DecoderConfig,
     dtype: str,
     dialect: str = "sglang",
     verifier: str = "",
@@ -119,7 +119,7 @@ def _find(folder: str) -> tuple[TensorFolder, str]:
     return source, formats.find_format(source.config(), source.names())
 
 
-def _check_tensors(source: TensorFolder, found: Eagle3Format, head: Eagle3Config, target: Qwen3Config) -> None:
+def _check_tensors(source: TensorFolder, found: Eagle3Format, head: Eagle3Config, target: DecoderConfig) -> None:
     """Raise InputError for missing or further tensors, and for other shapes."""
     specs = in_format(param_specs(head), found, source)
     names = set(source.names())

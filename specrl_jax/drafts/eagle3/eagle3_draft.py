@@ -14,13 +14,13 @@ from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftC
 from specrl_jax.drafts.trained import loaded_config
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.models import cache as kv
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.sharding import Partitioner
 
 FORMATS = tuple(checkpoint.FORMATS)
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the head in draft.path, or the one that is made for the target. Raises InputError."""
     if options.path:
         config = loaded_config(checkpoint, options, target)

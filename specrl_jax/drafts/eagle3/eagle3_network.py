@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from specrl_jax.core import Params, branch, nested
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import (
     ParamSpec,
     Specs,
@@ -43,7 +44,6 @@ from specrl_jax.models.layers import (
     swiglu,
     table_spec,
 )
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Eagle3Config(HeadConfig):
     norm_output: bool = False
 
 
-def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
+def eagle3_config(target: DecoderConfig, draft_vocab: int) -> Eagle3Config:
     """Return the sizes of a new head for a target: its widths, and the layers that `default_aux_layers` names.
 
     For a mixture of experts the mlp is dense, of the width that config.json gives layers without experts, as in

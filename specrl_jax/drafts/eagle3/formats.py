@@ -13,7 +13,7 @@ from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
 from specrl_jax.io.config_json import ConfigJson, Epsilon, Roped, Size
 from specrl_jax.io.hf import hf_config, read_rope, rope_scaling
 from specrl_jax.json_files import Checked
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _layer_sizes(raw: ConfigJson, name: str) -> ConfigJson:
     return raw.section("transformer_layer_config") if FORMATS[name].nested else raw
 
 
-def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
+def read_head(raw: ConfigJson, name: str, target: DecoderConfig) -> Eagle3Config:
     """Return sizes and variants of the first layer of a head in format `name`, checked against its target.
 
     Heads, their width, mlp, rotary base and epsilon are the head's own. Raises InputError for missing entries,
@@ -152,7 +152,7 @@ def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
     )
 
 
-def _check_supported(raw: ConfigJson, file: HeadFile, sizes: LayerFile, target: Qwen3Config) -> None:
+def _check_supported(raw: ConfigJson, file: HeadFile, sizes: LayerFile, target: DecoderConfig) -> None:
     """Raise InputError for entries that change the forward of `network.layer`, and for another target's sizes."""
     for key in ("attention_bias", "mlp_bias", "qkv_bias", "bias", "tie_word_embeddings", "use_sliding_window"):
         if getattr(sizes, key):
@@ -171,7 +171,7 @@ def _check_supported(raw: ConfigJson, file: HeadFile, sizes: LayerFile, target: 
             raise raw.error(f"has {key}={found}, the policy has {ours}")
 
 
-def _aux_layers(raw: ConfigJson, file: HeadFile, target: Qwen3Config) -> tuple[int, ...] | None:
+def _aux_layers(raw: ConfigJson, file: HeadFile, target: DecoderConfig) -> tuple[int, ...] | None:
     """Return the layers whose inputs the head reads, from whichever key names them; None where none does."""
     nested = file.eagle_config
     # (key, layers, the distance from each to the layer that is entered)
@@ -215,7 +215,7 @@ def _variants(raw: ConfigJson, file: HeadFile, name: str) -> dict[str, bool]:
 
 def write_head(
     head: Eagle3Config,
-    target: Qwen3Config,
+    target: DecoderConfig,
     dtype: str,
     *,
     name: str,

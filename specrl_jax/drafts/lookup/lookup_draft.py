@@ -15,20 +15,20 @@ from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.lookup.search import look_up
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 
-def make_none(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make_none(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return plain decoding."""
     return DraftMethod(lambda config: NO_DRAFTER)
 
 
-def make_ngram(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make_ngram(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return prompt lookup in each sequence's own text."""
     return DraftMethod(lambda config: lookup_drafter(config.length, options.match_min, options.match_max))
 
 
-def make_suffix(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make_suffix(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return lookup in a sequence's own text and those of its prompt's other rollouts."""
     return dataclasses.replace(make_ngram(options, target), uses_lookup_cache=True)
 

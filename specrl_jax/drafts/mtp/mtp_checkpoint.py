@@ -29,7 +29,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import Qwen3Sizes
 from specrl_jax.io.hf import hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.sharding import Partitioner
 
@@ -65,7 +65,7 @@ _LAYER = "model.layers.{layer}."  # of the names in param_specs
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 
-def load_config(folder: str, target: qwen3.Qwen3Config) -> mtp.MTPConfig:
+def load_config(folder: str, target: decoder.DecoderConfig) -> mtp.MTPConfig:
     """Return the sizes of the head in `folder`, which are its target's; read headers only.
 
     Raises InputError for a missing or damaged folder, one without an MTP layer, a block that is not Qwen3's (latent
@@ -104,7 +104,7 @@ def save(
     params: Params,
     config: mtp.MTPConfig,
     *,
-    target: qwen3.Qwen3Config,
+    target: decoder.DecoderConfig,
     dtype: str,
     dialect: str = "deepseek",
 ) -> None:
@@ -167,7 +167,7 @@ def _specs(config: mtp.MTPConfig, found: MTPFormat, index: int) -> Specs:
     return jax.tree.map(named, mtp.param_specs(config))
 
 
-def _check_config(folder: str, target: qwen3.Qwen3Config) -> None:
+def _check_config(folder: str, target: decoder.DecoderConfig) -> None:
     """Raise InputError where the folder's sizes are not the target's."""
     raw = TensorFolder(folder, "draft.path").config()
     file = raw.check(Qwen3Sizes)

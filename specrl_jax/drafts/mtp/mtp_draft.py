@@ -12,13 +12,13 @@ from specrl_jax.drafts.mtp import mtp_network as network
 from specrl_jax.drafts.recurrent.recurrent_draft import RecurrentDraft
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import matmul
-from specrl_jax.models.qwen3 import Qwen3Config
 
 FORMATS = tuple(checkpoint.FORMATS)
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the head in draft.path, or the one that is made for the target. Raises InputError."""
     config = checkpoint.load_config(options.path, target) if options.path else network.mtp_config(target)
     draft = MTPDraft(config, options.dialect or FORMATS[0])
@@ -62,7 +62,7 @@ class MTPDraft(RecurrentDraft):
         params: Params,
         vocab_map: VocabMap,
         *,
-        target: Qwen3Config,
+        target: DecoderConfig,
         dtype: str,
         target_path: str = "",
     ) -> None:

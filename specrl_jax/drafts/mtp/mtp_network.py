@@ -1,7 +1,7 @@
 """Network of a multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2): one block of the policy.
 
 Pair t = (hidden state of position t, token t + 1) predicts token t + 2 over the whole vocabulary. The hidden state is
-the input of the policy's lm_head (`qwen3.Output.hidden`). For tokens not yet processed by the policy it is the head's
+the input of the policy's lm_head (`decoder.Output.hidden`). For tokens not yet processed by the policy it is the head's
 own output after its final norm, which is the lm_head's input too. One module is applied k times: the "native" path of
 arXiv 2604.26779. Attention is over pairs, with rotary position t for pair t.
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from specrl_jax.core import Params, branch, branches, nested
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm
 
 
@@ -34,13 +34,13 @@ class MTPConfig(HeadConfig):
     vocab: int  # V, the target's
 
     @property
-    def block(self) -> qwen3.Qwen3Config:
+    def block(self) -> decoder.DecoderConfig:
         """Return the sizes of the Qwen3 of one layer that has this head's layer."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return qwen3.Qwen3Config(layers=1, tied=True, **shared)
+        return decoder.DecoderConfig(layers=1, tied=True, **shared)
 
 
-def mtp_config(target: qwen3.Qwen3Config) -> MTPConfig:
+def mtp_config(target: decoder.DecoderConfig) -> MTPConfig:
     """Return the sizes of a head for a target: all its widths. Raises InputError for a mixture of experts.
 
     Servers give a head's block the target's layer type, and this block has no experts.
@@ -63,17 +63,17 @@ def param_specs(config: MTPConfig) -> Specs:
         "eh_proj": ParamSpec(shape, axes, 2 * D, f"{layer}.eh_proj.weight", "d (c e) -> c e d"),
         "final_norm": norm_spec(D, f"{layer}.shared_head.norm"),
     }
-    return nested(leaves, layers=branch(qwen3.param_specs(config.block), "layers"))
+    return nested(leaves, layers=branch(decoder.param_specs(config.block), "layers"))
 
 
 def inference_specs(config: MTPConfig) -> Specs:
     """Return the shapes and axes of the inference layout, `inference_params`' result."""
-    return nested(param_specs(config), layers=branches(qwen3.inference_specs(config.block), "layers"))
+    return nested(param_specs(config), layers=branches(decoder.inference_specs(config.block), "layers"))
 
 
 def inference_params(params: Params, dtype: jnp.dtype) -> Params:
     """Map the training layout to the inference layout in `dtype`: the block's q/k/v fused, as the policy's."""
-    fused = nested(params, layers=qwen3.unstacked(branch(params, "layers")))
+    fused = nested(params, layers=decoder.unstacked(branch(params, "layers")))
     return jax.tree.map(lambda w: w.astype(dtype), fused)
 
 
@@ -86,7 +86,7 @@ def layer(
         rms_norm(hidden, params["hidden_norm"], config.norm_epsilon),
     )
     x = einsum("BTCE,CED->BTD", jnp.stack(normed, axis=2), params["eh_proj"])
-    x, _ = qwen3.layer(x, _block(params), config.block, angles=angles, attend=attend)
+    x, _ = decoder.layer(x, _block(params), config.block, angles=angles, attend=attend)
     return rms_norm(x, params["final_norm"], config.norm_epsilon)
 
 

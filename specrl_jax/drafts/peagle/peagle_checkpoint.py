@@ -22,8 +22,8 @@ from specrl_jax.drafts.vocab_ids import vocab_tensors
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.json_files import Checked
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs
-from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 __all__ = ["FORMATS", "load_config", "load_params", "load_vocab_map", "save"]
@@ -43,7 +43,7 @@ class PEagleFile(Checked):
     embed_requires_grad: bool = True
 
 
-def load_config(folder: str, target: Qwen3Config) -> PEagleConfig:
+def load_config(folder: str, target: DecoderConfig) -> PEagleConfig:
     """Return sizes and variants of the draft in `folder`, checked against its target; read headers, d2t and t2d only.
 
     Raises InputError for a missing or damaged folder, another kind of draft, unsupported entries, and sizes that do not
@@ -88,7 +88,7 @@ def save(
     vocab_map: np.ndarray,
     *,
     config: PEagleConfig,
-    target: Qwen3Config,
+    target: DecoderConfig,
     dtype: str,
     dialect: str = "speculators",
     verifier: str = "",

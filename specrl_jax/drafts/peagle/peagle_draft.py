@@ -21,13 +21,13 @@ from specrl_jax.drafts.recurrent.recurrent_network import Angles
 from specrl_jax.drafts.trained import TrainedDraft, loaded_config
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
-from specrl_jax.models.qwen3 import Output, Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig, Output
 from specrl_jax.sharding import Partitioner
 
 FORMATS = tuple(checkpoint.FORMATS)
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the draft in draft.path, or a new one for the target. Raises InputError."""
     if options.path:
         config = loaded_config(checkpoint, options, target)

@@ -27,6 +27,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import (
     ParamSpec,
     Specs,
@@ -38,7 +39,6 @@ from specrl_jax.models.layers import (
     swiglu,
     table_spec,
 )
-from specrl_jax.models.qwen3 import Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,13 @@ class PEagleConfig(Eagle3Config):
     vocab: int = 0  # V, the target's
 
 
-def peagle_config(target: Qwen3Config, layers: int, draft_vocab: int) -> PEagleConfig:
+def peagle_config(target: DecoderConfig, layers: int, draft_vocab: int) -> PEagleConfig:
     """Return the sizes of a new draft for a target. Raises InputError for a vocabulary larger than the target's."""
     return extended(eagle3.eagle3_config(target, draft_vocab), target, layers, mask_token=default_mask_token(target))
 
 
 def extended(
-    head: Eagle3Config, target: Qwen3Config, layers: int, *, mask_token: int, own_embedding: bool = False
+    head: Eagle3Config, target: DecoderConfig, layers: int, *, mask_token: int, own_embedding: bool = False
 ) -> PEagleConfig:
     """Return the draft whose first layer is `head`."""
     sizes = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}

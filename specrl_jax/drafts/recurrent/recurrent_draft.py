@@ -16,7 +16,7 @@ from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend, DraftC
 from specrl_jax.drafts.trained import TrainedDraft
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
-from specrl_jax.models.qwen3 import Output
+from specrl_jax.models.decoder import Output
 from specrl_jax.sharding import Partitioner
 
 

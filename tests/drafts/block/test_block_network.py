@@ -14,12 +14,12 @@ from specrl_jax.drafts.base import DraftInputs, TargetTables
 from specrl_jax.drafts.block import block_network as network
 from specrl_jax.drafts.block.block_draft import BlockDraft
 from specrl_jax.models import attention
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.heads import drawn_params
 from tests.helpers.long import slow_but
 
-TARGET = Qwen3Config(24, 16, 6, heads=4, kv_heads=2, head_dim=8, mlp=20, tied=False, max_positions=64)
+TARGET = DecoderConfig(24, 16, 6, heads=4, kv_heads=2, head_dim=8, mlp=20, tied=False, max_positions=64)
 CONFIGS = {
     "dspark": network.block_config(TARGET, slots=4, layers=2, draft_vocab=10, markov=True),
     "dflash": network.block_config(TARGET, slots=4, layers=2, draft_vocab=24, markov=False),

@@ -15,13 +15,13 @@ from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.formats import write_head
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.layers import Yarn
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
 from tests.helpers.heads import VARIANTS, random_params, torch_layout
 
 # Every size differs from every other, and N * H from D.
-TARGET = qwen3.Qwen3Config(
+TARGET = decoder.DecoderConfig(
     40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
 )
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))

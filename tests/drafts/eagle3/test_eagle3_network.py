@@ -11,7 +11,7 @@ import pytest
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import Yarn, count_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
@@ -21,7 +21,7 @@ from tests.helpers.policies import row_positions
 from tests.helpers.unrolled import unrolled
 
 # Every size differs from every other, and N * H from D.
-TARGET = qwen3.Qwen3Config(
+TARGET = decoder.DecoderConfig(
     40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
 )
 HEAD = eagle3.eagle3_config(TARGET, 16)
@@ -45,7 +45,7 @@ def head_of(name):
 
 
 def test_the_head_of_qwen3_8b_has_the_published_size():
-    config = eagle3.eagle3_config(qwen3.preset("qwen3_8b"), draft_vocab=32_000)
+    config = eagle3.eagle3_config(decoder.preset("qwen3_8b"), draft_vocab=32_000)
     D, F, Q, KV = 4096, 12288, 32 * 128, 8 * 128
     assert config.aux_layers == (2, 18, 33)
     expected = 3 * D * D + 2 * D * (Q + 2 * KV) + Q * D + 3 * D * F + 32_000 * D + 4 * D
@@ -55,7 +55,7 @@ def test_the_head_of_qwen3_8b_has_the_published_size():
 @pytest.mark.parametrize(("name", "width"), [("qwen3_30b_a3b", 6144), ("qwen3_235b_a22b", 12_288)])
 def test_the_head_of_a_mixture_of_experts_is_dense(name, width):
     """Its mlp has the width that config.json gives layers without experts."""
-    target = qwen3.preset(name)
+    target = decoder.preset(name)
     config = eagle3.eagle3_config(target, draft_vocab=32_000)
     assert (config.embed, config.heads, config.kv_heads) == (target.embed, target.heads, target.kv_heads)
     assert (config.mlp, config.aux_layers) == (width, (2, target.layers // 2, target.layers - 3))

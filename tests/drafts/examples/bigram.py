@@ -14,12 +14,12 @@ from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, Draf
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models.cache import PageShape, Paging
+from specrl_jax.models.decoder import DecoderConfig, Output
 from specrl_jax.models.layers import ParamSpec, Specs, matmul
-from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     draft = BigramDraft(target.vocab, target.embed)
     if options.path:
         TensorFolder(options.path, "draft.path").check(draft.specs)
@@ -86,7 +86,7 @@ class BigramDraft:
     def load(self, folder: str, partition: Partitioner) -> Params:
         return TensorFolder(folder, "draft.path").load(self.specs, partition, jnp.float32)
 
-    def load_vocab_map(self, folder: str, target: Qwen3Config) -> None:
+    def load_vocab_map(self, folder: str, target: DecoderConfig) -> None:
         return None
 
     def save(
@@ -95,7 +95,7 @@ class BigramDraft:
         params: Params,
         vocab_map: VocabMap,
         *,
-        target: Qwen3Config,
+        target: DecoderConfig,
         dtype: str,
         target_path: str = "",
     ) -> None:

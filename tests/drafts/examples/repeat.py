@@ -7,10 +7,10 @@ from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.decoder import DecoderConfig
 
 
-def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     return DraftMethod(repeat_drafter)
 
 

@@ -10,7 +10,7 @@ import pytest
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
 from specrl_jax.errors import InputError
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import count_params, matmul
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
@@ -55,7 +55,7 @@ def unrolled_logits(params, inputs):
 
 
 def test_the_head_of_qwen3_8b_has_the_size_of_one_layer_and_its_inputs():
-    config = mtp.mtp_config(qwen3.preset("qwen3_8b"))
+    config = mtp.mtp_config(decoder.preset("qwen3_8b"))
     D, F, Q, KV = 4096, 12288, 32 * 128, 8 * 128
     block = D * (Q + 2 * KV) + Q * D + 3 * D * F + 2 * D + 2 * 128
     assert config.vocab == 151_936
@@ -68,7 +68,7 @@ def test_the_block_is_the_policys():
 
 def test_a_mixture_of_experts_has_no_head():
     with pytest.raises(InputError, match="mixture-of-experts"):
-        mtp.mtp_config(qwen3.preset("qwen3_30b_a3b"))
+        mtp.mtp_config(decoder.preset("qwen3_30b_a3b"))
 
 
 def reference(params, inputs, row, start):

@@ -12,7 +12,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
-from specrl_jax.models import attention, qwen3
+from specrl_jax.models import attention, decoder
 from specrl_jax.models.cache import Paging, Table
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -20,7 +20,7 @@ from tests.drafts.paged import by_position, own_pages
 from tests.helpers.policies import row_positions
 from tests.helpers.unrolled import unrolled
 
-TARGET = qwen3.Qwen3Config(40, 24, 7, heads=4, kv_heads=2, head_dim=8, mlp=32, tied=True, max_positions=64)
+TARGET = decoder.DecoderConfig(40, 24, 7, heads=4, kv_heads=2, head_dim=8, mlp=32, tied=True, max_positions=64)
 DRAFTS = {"eagle3": Eagle3Draft(eagle3.eagle3_config(TARGET, 16)), "mtp": MTPDraft(mtp.mtp_config(TARGET))}
 FEATURES = {"eagle3": (3, 24), "mtp": (24,)}
 CONFIG = DRAFTS["eagle3"].config

@@ -10,7 +10,7 @@ from experiments.simulator.heads import head_config
 from experiments.simulator.learner import Workload
 from experiments.simulator.lengths import LogNormalLengths
 from experiments.simulator.scenario import Scenario
-from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.models.decoder import PRESETS, DecoderConfig
 
 FREE = Link(np.inf, 0.0)
 # Every peak is attained in full, and there are no overheads.
@@ -27,7 +27,7 @@ EXACT = Attained(
     prepare_seconds=0.0,
 )
 NANO = PRESETS["nano"]
-MIXTURE = Qwen3Config(
+MIXTURE = DecoderConfig(
     128,
     64,
     7,

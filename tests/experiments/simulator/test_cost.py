@@ -14,7 +14,7 @@ from experiments.simulator.hardware import HARDWARE, Link
 from experiments.simulator.heads import head_config
 from experiments.simulator.operations import rank_rows
 from specrl_jax.drafts.sizes import ONE_PASS, head_parameters, priced_head
-from specrl_jax.models import qwen3
+from specrl_jax.models.decoder import preset
 from specrl_jax.models.flops import forward_flops, matmul_weights, parameters
 from tests.experiments.simulator.cases import MIXTURE, NANO, ideal
 
@@ -26,7 +26,7 @@ FLOAT32 = Precision("float32", "float32", "float32")
 
 def test_bytes_of_an_iteration_by_hand():
     """Qwen3-8B: every weight once but the embedding, and the live tokens of every sequence; the head once a draft."""
-    policy = qwen3.preset("qwen3_8b")
+    policy = preset("qwen3_8b")
     head = head_config(policy, 32_000)
     decoder = DecoderCost(policy, head, HARDWARE["h200"])
     found = decoder.iteration_bytes(8, 0, 2500.0)
@@ -41,7 +41,7 @@ def test_bytes_of_an_iteration_by_hand():
 @pytest.mark.parametrize("kind", ONE_PASS)
 def test_a_draft_of_one_pass_reads_its_weights_once_however_many_tokens_it_drafts(kind):
     """The Markov head's table of outputs once a token; an EAGLE-3 head all but `fc` once a token."""
-    policy = qwen3.preset("qwen3_8b")
+    policy = preset("qwen3_8b")
     for name, k in ((kind, 3), (kind, 7), ("eagle3", 7)):
         head = priced_head(name, policy, 32_000, slots=7, layers=2)
         work = DecoderCost(policy, head, HARDWARE["h200"]).iteration_work(1, k, 1000.0)[2]
@@ -59,7 +59,7 @@ def test_a_draft_of_one_pass_reads_its_weights_once_however_many_tokens_it_draft
 @pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])
 def test_quantised_weights_of_an_iteration_by_hand(name):
     """The layers' matrices take a byte; lm_head and routers keep bfloat16. One sequence that reads no keys."""
-    policy = qwen3.preset(name)
+    policy = preset(name)
     plain, stored = (
         DecoderCost(policy, None, HARDWARE["h200"], precision=Precision(quantize=q)) for q in ("none", "fp8")
     )
@@ -74,7 +74,7 @@ def test_quantised_weights_of_an_iteration_by_hand(name):
 
 
 def test_a_twin_reads_its_own_weights_and_the_policys_keys_for_each_draft():
-    policy, k, B, context = qwen3.preset("qwen3_8b"), 3, 8, 2500.0
+    policy, k, B, context = preset("qwen3_8b"), 3, 8, 2500.0
     decoder = DecoderCost(policy, None, HARDWARE["h200"], precision=Precision(twin="int4"))
     matrices = matmul_weights(policy)  # of layers and lm_head; a dense policy has no routers
     copied = DecoderCost(policy, None, HARDWARE["h200"])
@@ -116,7 +116,7 @@ def test_a_machine_without_arithmetic_limits_reads_weights_caches_and_activation
 
 def test_qwen3_8b_on_four_gb200_in_numbers():
     """128 sequences with 4,000 keys each, one token and four: arithmetic on the model card and the data sheet."""
-    policy, machine = qwen3.preset("qwen3_8b"), HARDWARE["gb200"]
+    policy, machine = preset("qwen3_8b"), HARDWARE["gb200"]
     decoder = DecoderCost(policy, None, machine, split=Parallelism(4))
     weights = 36 * (4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12_288) + 4096 * 151_936
     assert matmul_weights(policy) == weights == 7_568_097_280
@@ -143,7 +143,7 @@ def test_a_machine_without_memory_limits_is_bound_by_flops():
 
 def test_drafting_multiplies_the_head_once_a_token():
     """Plus fc, and the keys and values of the pairs between two verifications."""
-    policy = qwen3.preset("tiny")
+    policy = preset("tiny")
     h = head_config(policy, 32)
     drafted, plain = DecoderCost(policy, h, ideal(flops=1e9)), DecoderCost(policy, None, ideal(flops=1e9))
     B, k, context = 2, 3, 40
@@ -188,7 +188,7 @@ def test_sequences_are_never_cut_below_one_device():
 
 
 def test_free_verification_adds_the_head_alone():
-    policy, B, k, context = qwen3.preset("qwen3_8b"), 16, 5, 2000
+    policy, B, k, context = preset("qwen3_8b"), 16, 5, 2000
     decoder = DecoderCost(policy, head_config(policy, 32_000), HARDWARE["gb200"], free_verification=True)
     assert decoder.speculative(B, k, context) == pytest.approx(decoder.plain(B, context) + decoder.draft(B, k, context))
 
@@ -201,10 +201,10 @@ def test_rows_beyond_the_largest_captured_graph_are_launched_one_by_one():
 
 def test_weights_that_fit_a_cache_are_read_from_it():
     machine = dataclasses.replace(ideal(bandwidth=1e9), cache_bytes=1e9, cache_bandwidth=4e9)
-    small, large = DecoderCost(NANO, None, machine), DecoderCost(qwen3.preset("qwen3_0p6b"), None, machine)
+    small, large = DecoderCost(NANO, None, machine), DecoderCost(preset("qwen3_0p6b"), None, machine)
     without = dataclasses.replace(machine, cache_bytes=0.0)
     assert small.plain(1, 0) == pytest.approx(DecoderCost(NANO, None, without).plain(1, 0) / 4)
-    assert large.plain(1, 0) == DecoderCost(qwen3.preset("qwen3_0p6b"), None, without).plain(1, 0)
+    assert large.plain(1, 0) == DecoderCost(preset("qwen3_0p6b"), None, without).plain(1, 0)
 
 
 # ---- links
@@ -238,7 +238,7 @@ FACTORS = st.sampled_from([1.01, 1.3, 2.0, 10.0])
     name=st.sampled_from(["qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b"]),
 )
 def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overlap, name):
-    policy = qwen3.preset(name)
+    policy = preset(name)
     machine = HARDWARE["h100"].with_attained(overlap=overlap)
     better = machine.with_attained(**{field: getattr(machine.attained, field) * factor})
     split = Parallelism(4, 8 if policy.experts else 1)
@@ -251,7 +251,7 @@ def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overla
 
 @hypothesis.given(B=st.integers(1, 500), k=st.integers(0, 6), context=st.integers(1, 30_000))
 def test_an_iteration_costs_more_the_more_it_does(B, k, context):
-    policy = qwen3.preset("qwen3_30b_a3b")
+    policy = preset("qwen3_30b_a3b")
     decoder = DecoderCost(policy, head_config(policy, 32_000), HARDWARE["h200"], split=Parallelism(1, 4))
     cost = decoder.speculative(B, k, context)
     assert decoder.speculative(B, k + 1, context) > cost

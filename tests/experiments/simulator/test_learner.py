@@ -23,8 +23,8 @@ from specrl_jax.config.automatic import with_values
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.sizes import ONE_PASS, head_parameters, priced_head
 from specrl_jax.learner.policy_step import Features
+from specrl_jax.models.decoder import preset
 from specrl_jax.models.flops import PEAK_FLOPS, parameters
-from specrl_jax.models.qwen3 import preset
 from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import make_learner

@@ -9,10 +9,10 @@ from experiments.simulator import programs
 from experiments.simulator.cost import DecoderCost
 from experiments.simulator.hardware import ENGINES
 from experiments.simulator.heads import head_config
-from specrl_jax.models import qwen3
+from specrl_jax.models.decoder import preset
 from tests.experiments.simulator.cases import ideal
 
-POLICY = qwen3.preset("qwen3_8b")
+POLICY = preset("qwen3_8b")
 HEAD = head_config(POLICY, 32_000)
 WAYS = [0, 1]  # entries of compiled.json: without drafts, with them
 

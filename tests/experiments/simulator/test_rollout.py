@@ -20,7 +20,7 @@ from experiments.simulator.rollout import (
     run_steady,
 )
 from specrl_jax.errors import InputError
-from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.models.decoder import PRESETS
 from tests.experiments.simulator.cases import NANO, ideal
 
 DENSE = PRESETS["qwen3_8b"]

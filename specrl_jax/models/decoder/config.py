@@ -7,7 +7,7 @@ from specrl_jax.models.layers import Yarn
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Config:
+class DecoderConfig:
     """Sizes, in the letters of specrl_jax.core. `experts` = 0 is the dense model."""
 
     vocab: int  # V
@@ -37,13 +37,13 @@ class Qwen3Config:
         return self.heads // self.kv_heads
 
 
-def _published(embed: int, layers: int, heads: int, mlp: int, tied: bool) -> Qwen3Config:
-    return Qwen3Config(
+def _published(embed: int, layers: int, heads: int, mlp: int, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
         151_936, embed, layers, heads=heads, kv_heads=8, head_dim=128, mlp=mlp, tied=tied, max_positions=40_960
     )
 
 
-def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp: int) -> Qwen3Config:
+def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp: int) -> DecoderConfig:
     return dataclasses.replace(
         _published(embed, layers, heads, mlp, tied=False),
         kv_heads=4,
@@ -54,7 +54,7 @@ def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp:
 
 
 # For tests: compiles in seconds.
-_NANO = Qwen3Config(128, 64, 2, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096)
+_NANO = DecoderConfig(128, 64, 2, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096)
 # The same with experts: the two of a token are together as wide as the mlp that they replace.
 _NANO_MOE = dataclasses.replace(_NANO, mlp=64, experts=8, experts_per_token=2, dense_mlp=128)
 
@@ -65,13 +65,13 @@ PRESETS = {
     "nano_moe": _NANO_MOE,
     "nano_moe_deep": dataclasses.replace(_NANO_MOE, layers=7),
     # 3.5 M parameters, for examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
-    "tiny": Qwen3Config(128, 192, 8, heads=6, kv_heads=2, head_dim=32, mlp=576, tied=True, max_positions=4096),
+    "tiny": DecoderConfig(128, 192, 8, heads=6, kv_heads=2, head_dim=32, mlp=576, tied=True, max_positions=4096),
     # 0.9 M parameters, for the tasks of rooms: shallow, so that a CPU trains it in minutes.
-    "shallow": Qwen3Config(128, 128, 4, heads=4, kv_heads=4, head_dim=32, mlp=384, tied=True, max_positions=4096),
+    "shallow": DecoderConfig(128, 128, 4, heads=4, kv_heads=4, head_dim=32, mlp=384, tied=True, max_positions=4096),
     # 12 M parameters, for `make run`: deep and narrow, so that drafting five tokens costs less than half a forward.
-    "mini": Qwen3Config(128, 256, 14, heads=4, kv_heads=2, head_dim=64, mlp=896, tied=True, max_positions=4096),
+    "mini": DecoderConfig(128, 256, 14, heads=4, kv_heads=2, head_dim=64, mlp=896, tied=True, max_positions=4096),
     # 20 M parameters, larger than the CPU's cache: decoding starts to be bound by reading the weights.
-    "small": Qwen3Config(128, 384, 12, heads=6, kv_heads=2, head_dim=64, mlp=1152, tied=True, max_positions=4096),
+    "small": DecoderConfig(128, 384, 12, heads=6, kv_heads=2, head_dim=64, mlp=1152, tied=True, max_positions=4096),
     "qwen3_0p6b": _published(embed=1024, layers=28, heads=16, mlp=3072, tied=True),
     "qwen3_1p7b": _published(embed=2048, layers=28, heads=16, mlp=6144, tied=True),
     "qwen3_4b": _published(embed=2560, layers=36, heads=32, mlp=9728, tied=True),
@@ -83,7 +83,7 @@ PRESETS = {
 }
 
 
-def preset(name: str, key: str = "policy.preset") -> Qwen3Config:
+def preset(name: str, key: str = "policy.preset") -> DecoderConfig:
     """Return the sizes that a config's `key` names. Raises InputError where there is no such preset."""
     if name not in PRESETS:
         raise InputError(f"{key}: no preset '{name}'; there are {', '.join(PRESETS)}")

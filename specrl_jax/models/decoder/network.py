@@ -1,4 +1,4 @@
-"""The forward pass of Qwen3, over either layout of the parameters (models/qwen3/params.py)."""
+"""The forward pass of Qwen3, over either layout of the parameters (models/decoder/params.py)."""
 
 import dataclasses
 import functools
@@ -13,11 +13,11 @@ from specrl_jax.data.rows import KeptTokens
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
+from specrl_jax.models.decoder.config import DecoderConfig
+from specrl_jax.models.decoder.expert_record import by_layer, to_record
 from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
-from specrl_jax.models.qwen3.config import Qwen3Config
-from specrl_jax.models.qwen3.expert_record import by_layer, to_record
 from specrl_jax.models.remat import NONE, kept, rematerialised
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
@@ -34,7 +34,7 @@ class ModelInputs(NamedTuple):
     targets: jax.Array | None = None  # [B, T] int32: return their log-probs and the entropy instead of logits
     counted: jax.Array | None = None  # [B, T] bool, the tokens that `routing` counts; None: all, padding too
     kept: KeptTokens | None = None  # the tokens that could be sampled as targets; None: all
-    # [B, T, L k], a mixture's experts to take (models/qwen3/expert_record.py); None: none
+    # [B, T, L k], a mixture's experts to take (models/decoder/expert_record.py); None: none
     experts: jax.Array | None = None
 
 
@@ -62,7 +62,7 @@ class Output(NamedTuple):
     aux: jax.Array | None = None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
     cache: kv.KVCache | None = None
     routing: jax.Array | None = None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
-    experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/qwen3/expert_record.py)
+    experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/decoder/expert_record.py)
     logits: jax.Array | None = None  # [B, T, V] float32
     logprobs: jax.Array | None = None  # [B, T] float32, of `targets`
     entropy: jax.Array | None = None  # [B, T] float32, nats
@@ -71,7 +71,7 @@ class Output(NamedTuple):
 
 def forward(
     params: Params,
-    config: Qwen3Config,
+    config: DecoderConfig,
     inputs: ModelInputs,
     *,
     partition: Partitioner,
@@ -126,7 +126,7 @@ def forward(
     return out
 
 
-def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, *, partition: Partitioner) -> jax.Array:
+def lm_head_logits(params: Params, config: DecoderConfig, hidden: jax.Array, *, partition: Partitioner) -> jax.Array:
     """Return logits [B, T, V] float32 of hidden [B, T, D]; params in either layout."""
     if "to_logits" in params:
         logits = matmul("BTD,DV->BTV", hidden, params["to_logits"])
@@ -135,7 +135,7 @@ def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, *, pa
     return partition.constrain(logits, "batch", "sequence", "vocab")
 
 
-def lm_head_weight(params: Params, config: Qwen3Config) -> jax.Array:
+def lm_head_weight(params: Params, config: DecoderConfig) -> jax.Array:
     """Return the lm_head's table [V, D] of the training layout."""
     return params["embed" if config.tied else "unembed"]
 
@@ -149,7 +149,7 @@ def dense(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> tuple[jax.A
 
 
 def feed_forward(
-    config: Qwen3Config,
+    config: DecoderConfig,
     partition: Partitioner,
     counted: jax.Array | None = None,
     *,
@@ -234,7 +234,7 @@ def decoded_layer(
     angles: tuple[jax.Array, jax.Array],
     paging: kv.Paging,
     counted: jax.Array | None,
-    config: Qwen3Config,
+    config: DecoderConfig,
     partition: Partitioner,
 ) -> tuple[jax.Array, moe.Routed | None, jax.Array]:
     """Run one block of the inference layout over its pages: x [B, T, D] -> (x [B, T, D], its routing, the pages).
@@ -252,7 +252,7 @@ def decoded_layer(
 def layer(
     x: jax.Array,
     w: Params,
-    config: Qwen3Config,
+    config: DecoderConfig,
     *,
     angles: tuple[jax.Array, jax.Array],
     attend: AttendRows,
@@ -276,7 +276,7 @@ def layer(
 def _attended(
     x: jax.Array,
     w: Params,
-    config: Qwen3Config,
+    config: DecoderConfig,
     angles: tuple[jax.Array, jax.Array],
     attend: AttendRows,
     attend_fused: AttendFused | None,

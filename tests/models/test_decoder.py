@@ -15,9 +15,9 @@ from kernels_pallas.attention.op import loaded
 from kernels_pallas.attention.types import KEYS, VALUES
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
+from specrl_jax.models import decoder
+from specrl_jax.models.decoder import network
 from specrl_jax.models.layers import Yarn, count_params
-from specrl_jax.models.qwen3 import network
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.interpreted import GPU
 from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
@@ -61,7 +61,7 @@ def params(config):
 
 @pytest.fixture(scope="module")
 def rollout(params, config):
-    return qwen3.inference_params(params, config, jnp.float32)
+    return decoder.inference_params(params, config, jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +106,11 @@ def entries(paged):
 
 @functools.cache
 def cached(config, partition, **static):
-    """`qwen3.forward` over pages, jitted once for each set of static arguments: its output, and the pages after it."""
+    """`decoder.forward` over pages, jitted once for each set of static arguments: its output, the pages after it."""
 
     def run(params, tokens, positions, paged):
-        inputs, options = qwen3.ModelInputs(tokens, positions), qwen3.Options(**static)
-        out = qwen3.forward(
+        inputs, options = decoder.ModelInputs(tokens, positions), decoder.Options(**static)
+        out = decoder.forward(
             params, config, inputs, partition=partition, options=options, cache=paged.cache, table=paged.table
         )
         return out, paged._replace(cache=out.cache)
@@ -139,7 +139,7 @@ def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monk
     A rounding is 1 / 256 of a query; scores of unit normals, and so logits of this size, change by about as much.
     """
     config, bf16 = dataclasses.replace(SMALL, head_dim=128, layers=2), jnp.dtype("bfloat16")
-    rollout, tokens = qwen3.inference_params(random_params(config), config, bf16), draw_tokens(1, (2, 2))
+    rollout, tokens = decoder.inference_params(random_params(config), config, bf16), draw_tokens(1, (2, 2))
     cache = kv.init_cache(
         config.layers, config.kv_heads, config.head_dim, shape=kv.PageShape(2, 16, bf16, platform="gpu")
     )
@@ -154,8 +154,8 @@ def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monk
     def logits(**fused):
         kernel = op.AttentionKernel(functools.partial(gpu.attend, interpret=GPU), gpu.fits, **fused)
         monkeypatch.setattr(op, "kernel_of", lambda device: kernel)
-        inputs, options = qwen3.ModelInputs(tokens, row_positions(tokens)), qwen3.Options()
-        run = functools.partial(qwen3.forward, config=config, inputs=inputs, partition=partition, options=options)
+        inputs, options = decoder.ModelInputs(tokens, row_positions(tokens)), decoder.Options()
+        run = functools.partial(decoder.forward, config=config, inputs=inputs, partition=partition, options=options)
         network.decoded_layer.clear_cache()  # it was traced with another kernel
         out = jax.jit(run)(rollout, cache=cache, table=table)
         return out.logits
@@ -172,13 +172,13 @@ def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monk
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_has_the_published_number_of_parameters(name):
-    assert count_params(qwen3.param_specs(qwen3.preset(name))) == PUBLISHED[name]
+    assert count_params(decoder.param_specs(decoder.preset(name))) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(("name", "active"), [("qwen3_30b_a3b", 3.3e9), ("qwen3_235b_a22b", 22e9)])
 def test_preset_has_the_published_number_of_active_parameters(name, active):
-    config = qwen3.preset(name)
-    specs = jax.tree.leaves(qwen3.param_specs(config))
+    config = decoder.preset(name)
+    specs = jax.tree.leaves(decoder.param_specs(config))
     used = config.experts_per_token / config.experts
     count = sum(spec.size * (used if "experts" in spec.axes else 1) for spec in specs)
     # Published with two digits.
@@ -186,18 +186,18 @@ def test_preset_has_the_published_number_of_active_parameters(name, active):
 
 
 def test_every_large_preset_has_a_published_number():
-    assert set(PUBLISHED) == {name for name in qwen3.PRESETS if name.startswith("qwen3")}
+    assert set(PUBLISHED) == {name for name in decoder.PRESETS if name.startswith("qwen3")}
 
 
 def test_every_hugging_face_name_belongs_to_one_weight():
-    for name in qwen3.PRESETS:
-        names = [spec.hf_name for spec in jax.tree.leaves(qwen3.param_specs(qwen3.preset(name)))]
+    for name in decoder.PRESETS:
+        names = [spec.hf_name for spec in jax.tree.leaves(decoder.param_specs(decoder.preset(name)))]
         assert len(set(names)) == len(names)
 
 
 def test_misspelt_preset_lists_those_there_are():
     with pytest.raises(InputError, match=r"policy\.preset: no preset 'qwen3_0\.6b'; .*qwen3_0p6b") as error:
-        qwen3.preset("qwen3_0.6b")
+        decoder.preset("qwen3_0.6b")
     assert "\n" not in str(error.value)
 
 
@@ -293,7 +293,7 @@ def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config,
 def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, partition):
     """What the two options are for, read from the compiler without running."""
     config = dataclasses.replace(TIED, **sizes)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), decoder.param_specs(config))
     rows = jax.ShapeDtypeStruct((4, 64), jnp.int32)
 
     def peak(**static):
@@ -310,7 +310,7 @@ def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, parti
 def test_selective_repeats_no_product_and_holds_less_than_nothing_repeated(partition):
     """Of a layer with wide matrices: `full` repeats all of its products but that of `down`, which no gradient reads."""
     config = dataclasses.replace(TIED, vocab=40, layers=8, embed=32, mlp=96)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), decoder.param_specs(config))
     B, T = 4, 64
 
     def step(remat):
@@ -399,8 +399,8 @@ def test_inference_params_keep_every_weight_bit_for_bit(params, rollout, config)
 @both_tables
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_inference_params_have_the_declared_shapes_and_dtype(dtype, params, config):
-    made = jax.eval_shape(lambda p: qwen3.inference_params(p, config, dtype), params)
-    specs = qwen3.inference_specs(config)
+    made = jax.eval_shape(lambda p: decoder.inference_params(p, config, dtype), params)
+    specs = decoder.inference_specs(config)
     assert jax.tree.map(lambda w: w.shape, made) == jax.tree.map(lambda s: s.shape, specs)
     assert {w.dtype for w in jax.tree.leaves(made)} == {jnp.dtype(dtype)}
     assert all(len(s.axes) == len(s.shape) for s in jax.tree.leaves(specs))
@@ -595,7 +595,7 @@ def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
 def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, tokens, partition):
-    rollout = qwen3.inference_params(params, config, jnp.bfloat16)
+    rollout = decoder.inference_params(params, config, jnp.bfloat16)
     paged = empty_pages(config, dtype=cache_dtype)
     logits, paged = decode(rollout, config, tokens, (4, 4, 4), partition, paged, dtype=jnp.bfloat16)
     exact = learner_logits(params, config, tokens, partition)
@@ -612,7 +612,7 @@ def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, to
 
 
 def test_stretched_positions_allow_longer_sequences():
-    policy = qwen3.preset("qwen3_8b")
+    policy = decoder.preset("qwen3_8b")
     assert policy.longest == 40_960
     assert dataclasses.replace(policy, yarn=Yarn(4.0, 32_768)).longest == 131_072
     # A checkpoint that says its stretched length itself.
@@ -629,7 +629,7 @@ def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
     mesh = make_mesh({"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor})
     spread = partitioner(mesh, LEARNER)
     params, tokens = random_params(SMALL), draw_tokens(0, (8, T))
-    placed = jax.device_put(params, spread.shardings(qwen3.param_specs(SMALL)))
+    placed = jax.device_put(params, spread.shardings(decoder.param_specs(SMALL)))
     logits = compiled(SMALL, spread)(placed, tokens, row_positions(tokens)).logits
     assert logits.sharding.is_equivalent_to(spread.sharding(("batch", "sequence", "vocab")), 3)
     np.testing.assert_allclose(logits, learner_logits(params, SMALL, tokens, partition), **ROUNDING)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested, stand_in
+from specrl_jax.models.decoder.config import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs, layer_specs, norm_spec, table_spec
 from specrl_jax.models.lora import merged
 from specrl_jax.models.quantized import Quantized, quantize
-from specrl_jax.models.qwen3.config import Qwen3Config
 
 Leaf = TypeVar("Leaf")  # an array or its spec
 
@@ -26,7 +26,7 @@ Leaf = TypeVar("Leaf")  # an array or its spec
 SUMMED = {"qkv": (0,), "o": (0, 1), "gate": (-2,), "up": (-2,), "down": (-2,)}
 
 
-def param_specs(config: Qwen3Config) -> Specs:
+def param_specs(config: DecoderConfig) -> Specs:
     """Return the specs of the training layout."""
     c = config
     specs = {
@@ -38,7 +38,7 @@ def param_specs(config: Qwen3Config) -> Specs:
     return nested(specs, layers={name: _stacked(spec, "layers", c.layers) for name, spec in _layer(c).items()})
 
 
-def _layer(c: Qwen3Config) -> dict[str, ParamSpec]:
+def _layer(c: DecoderConfig) -> dict[str, ParamSpec]:
     """Return the specs of one layer."""
     name = "model.layers.{layer}"
     norms = {part: norm_spec(c.head_dim, f"{name}.self_attn.{part}", "head_dim") for part in ("q_norm", "k_norm")}
@@ -59,7 +59,7 @@ def _stacked(spec: ParamSpec, axis: str, size: int) -> ParamSpec:
     return dataclasses.replace(spec, shape=(size, *spec.shape), axes=(axis, *spec.axes))
 
 
-def inference_specs(config: Qwen3Config, kind: str = "none") -> Specs:
+def inference_specs(config: DecoderConfig, kind: str = "none") -> Specs:
     """Return the shapes and axes of the inference layout.
 
     Under a `kind` of quantization, `Quantized` of two specs stands for a quantised matrix.
@@ -85,7 +85,7 @@ def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...], kind: str) -> Para
     return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes))))
 
 
-def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, *, kind: str = "none") -> Params:
+def inference_params(params: Params, config: DecoderConfig, dtype: jnp.dtype, *, kind: str = "none") -> Params:
     """Map the training layout to the inference layout: unstacked, q/k/v fused, cast to `dtype` or quantised as `kind`.
 
     Pure; jit it with shardings. The lm_head is transposed to [D, V]: a CPU reads it up to twice as fast in a matmul of
@@ -106,12 +106,12 @@ def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, *, k
     return nested({name: w.astype(dtype) for name, w in tables.items()}, layers=layers)
 
 
-def twin_specs(config: Qwen3Config, kind: str) -> Specs:
+def twin_specs(config: DecoderConfig, kind: str) -> Specs:
     """Return the specs of `twin_params`."""
     return _of_a_twin(inference_specs(config, kind), lambda spec: _quantized_spec(spec, (0,), kind))
 
 
-def twin_params(params: Params, dtype: jnp.dtype, config: Qwen3Config, *, kind: str) -> Params:
+def twin_params(params: Params, dtype: jnp.dtype, config: DecoderConfig, *, kind: str) -> Params:
     """Map the training layout to what a twin of the policy has of its own, quantised: matrices of layers, the lm_head.
 
     A draft's error costs acceptance alone, so the lm_head is quantised too.

@@ -1,0 +1,20 @@
+"""The decoder of a policy, dense or a mixture of experts, as pure functions over a tree of parameters."""
+
+from specrl_jax.models.decoder.config import PRESETS, DecoderConfig, preset
+from specrl_jax.models.decoder.network import (
+    ModelInputs,
+    Options,
+    Output,
+    forward,
+    layer,
+    lm_head_logits,
+    lm_head_weight,
+)
+from specrl_jax.models.decoder.params import (
+    inference_params,
+    inference_specs,
+    param_specs,
+    twin_params,
+    twin_specs,
+    unstacked,
+)
