@@ -3,8 +3,7 @@
 Of a mixture these are the experts of each token (models/decoder/expert_record.py). A record stands at the position of
 its token, so it is of the forward that drew the next one: a refused draft's is overwritten by that of the token
 committed in its place, siblings share their prompt's, and one that earlier weights made is overwritten when it is
-verified again. The last token of a rollout has not
-been in a forward and has none.
+verified again. The last token of a rollout has not been in a forward and has none.
 
 A finished row's pages are free at once. What stands in them is read before anything else runs on the device.
 """
