@@ -65,7 +65,7 @@ def work(small: bool) -> dict[str, Any]:
 
 def theirs(python: str, small: bool, device: str, seconds: float, keep: Keep) -> None:
     """Run peer_torch.py under `python`; ends this program in one line where that lacks what it needs."""
-    from specrl_jax.io.hf import hf_config
+    from specrl_jax.io.families import hf_config
     from specrl_jax.models.decoder import PRESETS
 
     todo, asked = work(small), []

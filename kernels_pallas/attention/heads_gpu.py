@@ -33,7 +33,7 @@ def place(
     rows: int,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Normalise and rotate queries and keys, and write keys and values to the rows' pages.
+    """Normalise queries and keys where `heads` has scales, rotate them, and write keys and values to the rows' pages.
 
     Computes as RMSNorm over H and `rotate` of a network do: statistics and rotation in float32, each result rounded to
     the dtype of `fused`.
@@ -51,17 +51,22 @@ def place(
     # Lane i is turned with lane i + 64, and that with -sin. All layers share this array, and what says which is which.
     low = jnp.concatenate([jnp.ones_like(sin), jnp.zeros_like(sin)], -1)
     turn = jnp.stack([jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), low], axis=2)
-    scales = (scale.astype(fused.dtype) for scale in (heads.q_scale, heads.k_scale))
+    scales = [scale.astype(fused.dtype) for scale in (heads.q_scale, heads.k_scale) if scale is not None]
     pool = jax.new_ref(pages, memory_space=plgpu.GMEM)
     scratch = [
         # Half a vector more at both ends: `_other_half` reads from the middle of one to the middle of the next.
         plgpu.SMEM(((parts + 1) * LANES,), fused.dtype),
         plgpu.SMEM((3 * LANES,), fused.dtype),
-        plgpu.Barrier(num_arrivals=parts + 2),
+        plgpu.Barrier(num_arrivals=parts + len(scales)),
     ]
+
+    def kernel(fused: Any, *refs: Any) -> None:
+        given, others = refs[: len(scales)] or (None, None), refs[len(scales) :]
+        pl.run_scoped(lambda *scratch: _place(epsilon, PlaceRefs._make((fused, *given, *others, *scratch))), *scratch)
+
     # Not `plgpu.kernel`, which takes no reference that it could write to.
     queries = pl.kernel(
-        lambda *refs: pl.run_scoped(lambda *scratch: _place(epsilon, PlaceRefs._make((*refs, *scratch))), *scratch),
+        kernel,
         out_type=jax.ShapeDtypeStruct((B, K, rows, H), pages.dtype),
         mesh=plgpu.Mesh(grid=(B, Q, K), grid_names=("row", "query", "head")),
         interpret=interpret,
@@ -73,7 +78,7 @@ class PlaceRefs(NamedTuple):
     """Arguments, results and scratch of `_place`, in the order of the kernel's."""
 
     fused: Any
-    q_scale: Any
+    q_scale: Any  # None, as k_scale: no norm
     k_scale: Any
     turn: Any
     page: Any
@@ -92,20 +97,22 @@ def _place(epsilon: float, refs: PlaceRefs) -> None:
     R = parts - 2
     for i in range(parts):
         plgpu.copy_gmem_to_smem(refs.fused.at[row, query, head, i], _vector(refs.vectors, i), refs.barrier)
-    for i, ref in enumerate((refs.q_scale, refs.k_scale)):
+    normalised = refs.q_scale is not None
+    for i, ref in enumerate((refs.q_scale, refs.k_scale) if normalised else ()):
         plgpu.copy_gmem_to_smem(ref, _vector(refs.scales, i), refs.barrier)
     plgpu.barrier_wait(refs.barrier)
     cos, sin, low = (refs.turn[row, query, i] for i in range(3))
     low = low > 0
 
     def turned(i: int, which: int) -> jax.Array:
-        x, scale = (_vector(*at)[...] for at in ((refs.vectors, i), (refs.scales, which)))
-        wide = x.astype(jnp.float32)
-        shrink = jax.lax.rsqrt(jnp.sum(wide * wide) / LANES + epsilon)
-        normed = (scale * (wide * shrink).astype(x.dtype)).astype(jnp.float32)
-        x, scale = (_other_half(*at, low) for at in ((refs.vectors, i), (refs.scales, which)))
-        across = (scale * (x.astype(jnp.float32) * shrink).astype(x.dtype)).astype(jnp.float32)
-        return (normed * cos + across * sin).astype(x.dtype).astype(dtype)
+        x, other = _vector(refs.vectors, i)[...], _other_half(refs.vectors, i, low)
+        wide, across = x.astype(jnp.float32), other.astype(jnp.float32)
+        if normalised:
+            scale, other_scale = _vector(refs.scales, which)[...], _other_half(refs.scales, which, low)
+            shrink = jax.lax.rsqrt(jnp.sum(wide * wide) / LANES + epsilon)
+            wide = (scale * (wide * shrink).astype(x.dtype)).astype(jnp.float32)
+            across = (other_scale * (across * shrink).astype(x.dtype)).astype(jnp.float32)
+        return (wide * cos + across * sin).astype(x.dtype).astype(dtype)
 
     for r in range(R):
         refs.out[row, head, query * R + r] = turned(r, 0)

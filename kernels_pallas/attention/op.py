@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,9 @@ def attend_fused(
     positions: jax.Array,
     shards: Shards = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Normalise and rotate the heads of a fused product, write keys and values, and `attend`, in few launches.
+    """Normalise (if `heads` has scales) and rotate the heads of a fused product, write keys and values, and `attend`.
+
+    All of it in few launches.
 
     Args:
       fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
@@ -139,7 +141,7 @@ def attend_fused(
         return None
 
     def fn(
-        fused: jax.Array, heads: tuple[jax.Array, ...], pages: jax.Array, table: Table, positions: jax.Array
+        fused: jax.Array, heads: tuple[Any, ...], pages: jax.Array, table: Table, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         return kernel(fused, Heads(*heads), epsilon, pages, table, positions)
 

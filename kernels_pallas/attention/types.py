@@ -34,8 +34,8 @@ class Paging(NamedTuple):
 class Heads(NamedTuple):
     """Scales and rotations that make queries and keys of a layer's projections: RMSNorm over each head, then RoPE."""
 
-    q_scale: jax.Array  # [H]
-    k_scale: jax.Array  # [H]
+    q_scale: jax.Array | None  # [H]; None: heads are not normalised
+    k_scale: jax.Array | None  # [H]
     sin: jax.Array  # [B, Q, 1, H / 2] float32
     cos: jax.Array  # [B, Q, 1, H / 2] float32
 

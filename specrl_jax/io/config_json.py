@@ -18,7 +18,7 @@ Base = Annotated[float, Field(gt=1, le=1e15)]
 Epsilon = Annotated[float, Field(gt=0, le=1e-2)]
 
 
-class Rope(Checked):
+class RopeEntry(Checked):
     """rope_scaling, or rope_parameters of transformers 5."""
 
     rope_type: str | None = None
@@ -29,6 +29,8 @@ class Rope(Checked):
     mscale: float | None = Field(default=None, ge=0, le=1e3)
     mscale_all_dim: float | None = Field(default=None, ge=0, le=1e3)
     original_max_position_embeddings: Positions | None = None
+    low_freq_factor: float | None = Field(default=None, gt=0, le=1e6)
+    high_freq_factor: float | None = Field(default=None, gt=0, le=1e6)
     beta_fast: float | None = Field(default=None, gt=0, le=1e6)
     beta_slow: float | None = Field(default=None, gt=0, le=1e6)
     truncate: bool = True
@@ -38,13 +40,13 @@ class Roped(Checked):
     """The keys of the rotary positions, under their names in transformers 4 and 5."""
 
     rope_theta: Base | None = None
-    rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None
+    rope_scaling: RopeEntry | None = None
+    rope_parameters: RopeEntry | None = None
     max_position_embeddings: Positions | None = None
 
 
-class Qwen3Sizes(Roped):
-    """The sizes of Qwen3's layers, which drafts of such layers write too."""
+class LayerSizes(Roped):
+    """The sizes of a decoder's layers, which drafts of such layers write too."""
 
     vocab_size: Size
     hidden_size: Size
@@ -72,6 +74,10 @@ class ConfigJson:
     def check(self, model: type[Model]) -> Model:
         """Return the keys that `model` declares. Raises InputError naming the first that is not as declared."""
         return check(model, self.values, f"{self.key}: {self.folder}/config.json")
+
+    def present(self) -> set[str]:
+        """Return the keys whose values are not null."""
+        return {key for key, value in self.values.items() if value is not None}
 
     def section(self, name: str) -> "ConfigJson":
         """Return the object at `name`; an empty one where there is none."""

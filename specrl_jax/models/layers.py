@@ -1,4 +1,4 @@
-"""Building blocks of every network: parameter specs, mixed-precision matmul, RMSNorm, SwiGLU, rotary positions."""
+"""Building blocks of every network: parameter specs, mixed-precision matmul, RMSNorm, SwiGLU."""
 
 import dataclasses
 import functools
@@ -8,7 +8,6 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from specrl_jax.core import Params, at_least_float32
@@ -23,10 +22,11 @@ class ParamSpec:
     Attributes:
       shape: of the learner's array; a leading "layers" axis is scanned.
       axes: logical axis of each dimension (specrl_jax.sharding).
-      fan_in: input width; weights start with standard deviation 1 / sqrt(fan_in), 0 means ones (norm scales).
+      fan_in: input width; weights start with standard deviation 1 / sqrt(fan_in), 0: each is `start`.
       hf_name: Hugging Face tensor name, `{layer}` and `{expert}` standing for the leading axes; '' = not stored.
       hf_layout: einops pattern from one Hugging Face tensor to one slice of `shape` without those leading axes; the
         sizes of the names on its right are that slice's shape.
+      start: of each number, where fan_in is 0: 1 of a norm's scale, 0 of a bias.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +34,7 @@ class ParamSpec:
     fan_in: int = 0
     hf_name: str = ""
     hf_layout: str = ""
+    start: float = 1.0
 
     @property
     def size(self) -> int:
@@ -102,7 +103,7 @@ def init_params(key: jax.Array, specs: Specs, dtype: jnp.dtype = jnp.float32) ->
 
 def _init_leaf(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
     if spec.fan_in == 0:
-        return jnp.ones(spec.shape, dtype)
+        return jnp.full(spec.shape, spec.start, dtype)
     return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(spec.fan_in)).astype(dtype)
 
 
@@ -115,9 +116,17 @@ def count_params(specs: Specs) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs))
 
 
-def einsum(equation: str, x: jax.Array, w: jax.Array | Quantized, *, sums: jnp.dtype | None = None) -> jax.Array:
-    """Compute `matmul` in the dtype of `x`: accumulated in float32 on each device and rounded once at its end."""
-    return matmul(equation, x, w, sums).astype(x.dtype)
+def einsum(
+    equation: str,
+    x: jax.Array,
+    w: jax.Array | Quantized,
+    *,
+    bias: jax.Array | None = None,
+    sums: jnp.dtype | None = None,
+) -> jax.Array:
+    """Compute `matmul`, and add a bias, in the dtype of `x`: in float32 on each device, rounded once at its end."""
+    product = matmul(equation, x, w, sums)
+    return (product if bias is None else product + bias.astype(product.dtype)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -201,75 +210,3 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     scale = jnp.expand_dims(scale, range(x.ndim - scale.ndim))
     return scale.astype(x.dtype) * normed.astype(x.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Yarn:
-    """YaRN (Peng et al., arXiv 2309.00071): rotary positions beyond those of the pretraining.
-
-    A dimension that turns more than `beta_fast` times within `original` positions keeps its frequency; one that turns
-    less than `beta_slow` times has it divided by `factor`; between them the two are interpolated. Queries and keys are
-    scaled. Keys and defaults are those of config.json. Qwen3 was pretrained on 32,768 positions (its
-    max_position_embeddings, 40,960, includes an answer): for four times the length, Yarn(4.0, 32_768).
-    """
-
-    factor: float
-    original: int  # tokens, of the pretraining
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # scale of queries and of keys; None: 0.1 ln(factor) + 1
-    truncate: bool = True  # round the bounds of the interpolation to whole dimensions
-
-    @property
-    def reach(self) -> int:
-        """Return the tokens of the longest sequence."""
-        return int(self.factor * self.original)
-
-    @property
-    def magnitude(self) -> float:
-        """Scale of sine and cosine."""
-        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
-
-    def slowed(self, head_dim: int, theta: float) -> np.ndarray:
-        """Return the weight [H/2] float32, 0..1, of the divided frequency in each dimension."""
-
-        def dimension(turns: float) -> float:
-            return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
-        return np.clip(ramp, 0, 1).astype(np.float32)
-
-
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return the paper's recommended scale, 0.1 ln(factor) + 1; 1 for a factor of at most 1."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def rotary_angles(
-    positions: jax.Array, head_dim: int, theta: float, *, yarn: Yarn | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return (sin, cos), each [B, T, 1, H/2] float32, of positions [B, T] in tokens.
-
-    float32 whatever the model's dtype: position 257 is not a bfloat16 number.
-    """
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if yarn:
-        slowed = yarn.slowed(head_dim, theta)
-        frequency = frequency / yarn.factor * slowed + frequency * (1 - slowed)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency[None, None, None]
-    if yarn:
-        return jnp.sin(angle) * yarn.magnitude, jnp.cos(angle) * yarn.magnitude
-    return jnp.sin(angle), jnp.cos(angle)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Apply the rotary embedding to x [B, T, heads, H]; dimension i is paired with i + H/2, as in Hugging Face."""
-    sin, cos = angles
-    halves = at_least_float32(x).reshape(*x.shape[:-1], 2, -1)
-    # Reversed, not split and concatenated: one pass, which XLA vectorises on a CPU.
-    turned = jnp.stack([-sin, sin], axis=-2) * halves[..., ::-1, :]
-    return (halves * cos[..., None, :] + turned).reshape(x.shape).astype(x.dtype)

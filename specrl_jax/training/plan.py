@@ -18,7 +18,7 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
 from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
@@ -122,8 +122,8 @@ def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
     if policy.path:
         found = hf.load_config(policy.path)
         for field in dataclasses.fields(found) if sizes else ():
-            ours, theirs = getattr(sizes, field.name), getattr(found, field.name)
-            if ours != theirs and field.name not in ("max_positions", "yarn"):
+            ours, theirs = (getattr(_unstretched(one), field.name) for one in (sizes or found, found))
+            if ours != theirs and field.name != "max_positions":
                 raise InputError(
                     f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has "
                     f"{theirs}; policy.preset='' takes the checkpoint's sizes"
@@ -131,9 +131,14 @@ def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
         hf.check_params(policy.path, found)
         sizes = found
     assert sizes is not None  # of one of the two
-    return (
-        dataclasses.replace(sizes, yarn=Yarn(policy.yarn_factor, policy.yarn_original)) if policy.yarn_factor else sizes
-    )
+    if not policy.yarn_factor:
+        return sizes
+    yarn = Yarn(policy.yarn_factor, policy.yarn_original)
+    return dataclasses.replace(sizes, rope=Rope(sizes.rope.theta, yarn))
+
+
+def _unstretched(sizes: decoder.DecoderConfig) -> decoder.DecoderConfig:
+    return dataclasses.replace(sizes, rope=sizes.rope.pretrained)
 
 
 def sampling_of(config: Config, section: RolloutConfig | EvalConfig) -> Sampling:

@@ -25,8 +25,9 @@ import pydantic
 from specrl_jax.core import Params
 from specrl_jax.drafts.block.block_network import BlockConfig, param_specs
 from specrl_jax.drafts.vocab_ids import read_ids, vocab_tensors
-from specrl_jax.io.config_json import ConfigJson, Qwen3Sizes, Size
-from specrl_jax.io.hf import check_heads, hf_config, read_rope
+from specrl_jax.io.config_json import ConfigJson, LayerSizes, Size
+from specrl_jax.io.families import check_heads, hf_config
+from specrl_jax.io.rope_json import read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.json_files import Checked
 from specrl_jax.models.decoder import DecoderConfig
@@ -51,7 +52,7 @@ class BlockFile(Checked):
     confidence_head_with_markov: bool = True
 
 
-class BlockSizes(Qwen3Sizes):
+class BlockSizes(LayerSizes):
     """The sizes of its layers."""
 
     attention_bias: bool = False
@@ -88,15 +89,13 @@ def load_config(folder: str, target: DecoderConfig) -> BlockConfig:
         raise raw.lacks("block_size")
     if not 0 <= entry.mask_token_id < target.vocab:
         raise raw.error(f"has mask_token_id={entry.mask_token_id}, which the policy's vocabulary lacks")
-    theta, yarn = read_rope(place)
     config = BlockConfig(
         embed=target.embed,
         heads=sizes.num_attention_heads,
         kv_heads=sizes.num_key_value_heads,
         head_dim=sizes.head_dim,
         mlp=sizes.intermediate_size,
-        rope_theta=theta,
-        yarn=yarn,
+        rope=read_rope(place),
         norm_epsilon=sizes.rms_norm_eps,
         max_positions=target.max_positions,
         vocab=target.vocab,

@@ -31,7 +31,8 @@ from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder import DecoderConfig
-from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm, rotate, table_spec
+from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm, table_spec
+from specrl_jax.models.rotary import rotate
 
 # (q [B, Q, N, H], k [B, Q, K, H], v [B, Q, K, H]) -> [B, Q, N, H]
 AttendBlock = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -40,10 +40,10 @@ from specrl_jax.models.layers import (
     norm_spec,
     project_heads,
     rms_norm,
-    rotate,
     swiglu,
     table_spec,
 )
+from specrl_jax.models.rotary import rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def eagle3_config(target: DecoderConfig, draft_vocab: int) -> Eagle3Config:
 
     For a mixture of experts the mlp is dense, of the width that config.json gives layers without experts, as in
     SpecForge's first heads for Qwen3-30B-A3B (6,144; other published heads are twice as wide). Rotary positions are
-    plain even where the target's are stretched: servers read them from the head's own config.json.
+    not stretched by YaRN where the target's are: servers read them from the head's own config.json.
 
     Raises InputError for a vocabulary larger than the target's.
     """
@@ -78,8 +78,7 @@ def eagle3_config(target: DecoderConfig, draft_vocab: int) -> Eagle3Config:
         mlp=target.dense_mlp or target.mlp,
         draft_vocab=draft_vocab,
         aux_layers=default_aux_layers(target.layers),
-        rope_theta=target.rope_theta,
-        yarn=None,
+        rope=target.rope.pretrained,
         norm_epsilon=target.norm_epsilon,
         max_positions=target.max_positions,
     )

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
 from specrl_jax.io.config_json import ConfigJson, Epsilon, Roped, Size
-from specrl_jax.io.hf import hf_config, read_rope, rope_scaling
+from specrl_jax.io.families import hf_config
+from specrl_jax.io.rope_json import read_rope, rope_entries
 from specrl_jax.json_files import Checked
 from specrl_jax.models.decoder import DecoderConfig
 
@@ -133,7 +134,6 @@ def read_head(raw: ConfigJson, name: str, target: DecoderConfig) -> Eagle3Config
             f"has {heads} heads of {head_dim}, {kv_heads} of keys; "
             "the first must be a multiple of the last, and their width even"
         )
-    theta, yarn = read_rope(place)
     aux_layers = _aux_layers(raw, file, target) or head.aux_layers
     count = file.num_aux_hidden_states or min(3, target.layers)
     if len(aux_layers) != count:
@@ -144,8 +144,7 @@ def read_head(raw: ConfigJson, name: str, target: DecoderConfig) -> Eagle3Config
         kv_heads=kv_heads,
         head_dim=head_dim,
         mlp=sizes.intermediate_size,
-        rope_theta=theta,
-        yarn=yarn,
+        rope=read_rope(place),
         norm_epsilon=sizes.rms_norm_eps,
         aux_layers=aux_layers,
         **_variants(raw, file, name),
@@ -234,12 +233,11 @@ def write_head(
         "num_hidden_layers": layers,
         "vocab_size": target.vocab,
         "head_dim": head.head_dim,
-        "rope_theta": head.rope_theta,
         "max_position_embeddings": target.longest,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
-        **rope_scaling(head.yarn),
+        **rope_entries(head.rope),
     }
     if FORMATS[name].nested:
         of_target = {"name_or_path": verifier or None, "architectures": hf_config(target, dtype)["architectures"]}

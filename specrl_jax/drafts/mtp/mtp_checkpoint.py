@@ -26,8 +26,9 @@ import numpy as np
 from specrl_jax.core import Params
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import Qwen3Sizes
-from specrl_jax.io.hf import hf_config, read_rope
+from specrl_jax.io.config_json import LayerSizes
+from specrl_jax.io.families import hf_config
+from specrl_jax.io.rope_json import read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import decoder
 from specrl_jax.models.layers import ParamSpec, Specs
@@ -170,14 +171,14 @@ def _specs(config: mtp.MTPConfig, found: MTPFormat, index: int) -> Specs:
 def _check_config(folder: str, target: decoder.DecoderConfig) -> None:
     """Raise InputError where the folder's sizes are not the target's."""
     raw = TensorFolder(folder, "draft.path").config()
-    file = raw.check(Qwen3Sizes)
+    file = raw.check(LayerSizes)
     if file.use_sliding_window:
         raise raw.error("asks for use_sliding_window, which is not supported")
-    theta, yarn = read_rope(raw)
-    found, wanted = file.model_dump() | {"rope_theta": theta}, hf_config(target, "")
+    rope = read_rope(raw)
+    found, wanted = file.model_dump() | {"rope_theta": rope.theta}, hf_config(target, "")
     for key in found.keys() & wanted.keys() - {"rope_scaling", "max_position_embeddings"}:
         if found[key] != wanted[key]:
             raise raw.error(f"has {key}={found[key]}, this policy has {wanted[key]}")
     # Plain positions are stretched with the policy's: the checkpoint does not state the lengths that it is served at.
-    if yarn not in (None, target.yarn):
-        raise raw.error(f"has {yarn}, this policy has {target.yarn}")
+    if rope not in (target.rope.pretrained, target.rope):
+        raise raw.error(f"has {rope.scaling}, this policy has {target.rope.scaling}")

@@ -35,10 +35,10 @@ from specrl_jax.models.layers import (
     layer_specs,
     project_heads,
     rms_norm,
-    rotate,
     swiglu,
     table_spec,
 )
+from specrl_jax.models.rotary import rotate
 
 
 @dataclasses.dataclass(frozen=True)

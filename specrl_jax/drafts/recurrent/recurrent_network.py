@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specrl_jax.core import shift_left
 from specrl_jax.models import cache as kv
 from specrl_jax.models.attention import Queries, by_queries, query_parts
-from specrl_jax.models.layers import Yarn, rotary_angles
+from specrl_jax.models.rotary import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +26,13 @@ class HeadConfig:
     kv_heads: int  # K
     head_dim: int  # H
     mlp: int  # F
-    rope_theta: float  # rotary base
-    yarn: Yarn | None  # None = plain positions
+    rope: Rope
     norm_epsilon: float
     max_positions: int  # tokens
 
     def angles(self, positions: jax.Array) -> "Angles":
         """Return the rotary angles of pairs `positions` [B, T]."""
-        return rotary_angles(positions, self.head_dim, self.rope_theta, yarn=self.yarn)
+        return self.rope.angles(positions, self.head_dim)
 
 
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]

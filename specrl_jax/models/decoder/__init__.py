@@ -1,6 +1,6 @@
 """The decoder of a policy, dense or a mixture of experts, as pure functions over a tree of parameters."""
 
-from specrl_jax.models.decoder.config import PRESETS, DecoderConfig, preset
+from specrl_jax.models.decoder.config import DecoderConfig
 from specrl_jax.models.decoder.network import (
     ModelInputs,
     Options,
@@ -18,3 +18,4 @@ from specrl_jax.models.decoder.params import (
     twin_specs,
     unstacked,
 )
+from specrl_jax.models.decoder.presets import PRESETS, preset

@@ -1,4 +1,4 @@
-"""The forward pass of Qwen3, over either layout of the parameters (models/decoder/params.py)."""
+"""The forward pass of a decoder, over either layout of the parameters (models/decoder/params.py)."""
 
 import dataclasses
 import functools
@@ -15,10 +15,11 @@ from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
 from specrl_jax.models.decoder.config import DecoderConfig
 from specrl_jax.models.decoder.expert_record import by_layer, to_record
-from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, swiglu
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
 from specrl_jax.models.remat import NONE, kept, rematerialised
+from specrl_jax.models.rotary import rotate
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
 
@@ -87,32 +88,36 @@ def forward(
         cache is returned. A negative position is no token.
       table: the rows' pages of the cache.
     """
-    angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, yarn=config.yarn)
+    angles = config.rope.angles(inputs.positions, config.head_dim)
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
         attend = options.attention(inputs.segment_ids, partition)
         replayed = None if inputs.experts is None else by_layer(inputs.experts, config)
 
-        def block(x: jax.Array, w: Params, replayed: jax.Array | None) -> tuple[jax.Array, moe.Routed | None]:
-            mlp = feed_forward(config, partition, inputs.counted, replayed=replayed)
-            return layer(x, w, config, angles=angles, attend=attend, mlp=mlp, sums=partition.sums(x.dtype))
+        def block(x: jax.Array, w: Params, of_layer: _OfLayer) -> tuple[jax.Array, moe.Routed | None]:
+            mlp = feed_forward(config, partition, inputs.counted, replayed=of_layer.replayed)
+            turns = _turned(angles, of_layer.turned)
+            return layer(x, w, config, angles=turns, attend=attend, mlp=mlp, sums=partition.sums(x.dtype))
 
-        x, aux, routed = _scanned(
-            branch(params, "layers"), x, block, replayed=replayed, options=options, partition=partition
-        )
+        scanned = _OfLayer(replayed, _has_positions(config))
+        x, aux, routed = _scanned(branch(params, "layers"), x, block, scanned, options=options, partition=partition)
     else:
         assert table is not None, "a cache is read by a table"
         assert inputs.experts is None, "what is decoded chooses its experts"
         decoded = functools.partial(
             decoded_layer,
-            angles=angles,
             paging=kv.Paging(table, inputs.positions),
             counted=inputs.counted,
             config=config,
             partition=partition,
         )
-        x, aux, routed, cache = _unrolled(branches(params, "layers"), x, decoded, cache, options.aux_layers)
+        turns = (angles, _turned(angles, jnp.bool(False)) if config.no_rope_layers else angles)
+        layers = [
+            functools.partial(decoded, w=w, angles=turns[i in config.no_rope_layers])
+            for i, w in enumerate(branches(params, "layers"))
+        ]
+        x, aux, routed, cache = _unrolled(layers, x, cache, options.aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     out = Output(x, aux, cache, routing=routed and routed.copies)
     if inputs.targets is not None:
@@ -167,25 +172,48 @@ def feed_forward(
 # From the fused product [B, T, K, R + 2, H] of the inference layout and how its heads are normed and rotated to
 # attention's output [B, T, N, H]; None where no kernel does all of it.
 AttendFused = Callable[[jax.Array, kv.Heads], jax.Array | None]
-# (x [B, T, D], layer, experts to take) -> (x [B, T, D], its routing; None: dense).
-Block = Callable[[jax.Array, Params, jax.Array | None], tuple[jax.Array, moe.Routed | None]]
-# (x [B, T, D], layer, its pages) -> (x [B, T, D], its routing; None: dense; its pages).
-DecodedLayer = Callable[[jax.Array, Params, jax.Array], tuple[jax.Array, moe.Routed | None, jax.Array]]
+
+
+class _OfLayer(NamedTuple):
+    """What differs by layer, beside its weights; with a leading [L] for all of them."""
+
+    replayed: jax.Array | None  # [B, T, k], experts to take; None: the router's own
+    turned: jax.Array | None  # [] bool, whether it has rotary positions; None: each has
+
+
+# (x [B, T, D], layer) -> (x [B, T, D], its routing; None: dense).
+Block = Callable[[jax.Array, Params, _OfLayer], tuple[jax.Array, moe.Routed | None]]
+# (x [B, T, D], its pages) -> (x [B, T, D], its routing; None: dense; its pages).
+DecodedLayer = Callable[..., tuple[jax.Array, moe.Routed | None, jax.Array]]
+
+
+def _has_positions(config: DecoderConfig) -> jax.Array | None:
+    """Return which layers [L] bool have rotary positions; None: each has."""
+    if not config.no_rope_layers:
+        return None
+    return jnp.array([index not in config.no_rope_layers for index in range(config.layers)])
+
+
+def _turned(angles: tuple[jax.Array, jax.Array], turned: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return a layer's angles: a rotation by nothing, which changes no bit, where it has no rotary positions."""
+    sin, cos = angles
+    return angles if turned is None else (jnp.where(turned, sin, 0), jnp.where(turned, cos, 1))
 
 
 def _scanned(
     stacked: Params,
     x: jax.Array,
     block: Block,
-    replayed: jax.Array | None,
+    by_layer: _OfLayer,
+    *,
     options: Options,
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None, moe.Routed | None]:
-    """Scan the layers of the training layout: (x, aux, routing), with `replayed` [L, B, T, k] experts."""
+    """Scan the layers of the training layout: (x, aux, routing)."""
 
-    def apply(x: jax.Array, w: Params, replayed: jax.Array | None) -> tuple[jax.Array, moe.Routed | None]:
+    def apply(x: jax.Array, w: Params, of_layer: _OfLayer) -> tuple[jax.Array, moe.Routed | None]:
         # Adapters are merged here, inside the checkpoint: the merged weights of one layer exist at a time.
-        x, routed = block(x, merged(w), replayed)
+        x, routed = block(x, merged(w), of_layer)
         return partition.constrain(x, "batch", "sequence", None), routed
 
     apply = rematerialised(apply, options.remat)
@@ -193,32 +221,31 @@ def _scanned(
 
     Carry = tuple[jax.Array, jax.Array]
 
-    def body(carry: Carry, inputs: tuple[jax.Array, Params, jax.Array | None]) -> tuple[Carry, moe.Routed | None]:
+    def body(carry: Carry, inputs: tuple[jax.Array, Params, _OfLayer]) -> tuple[Carry, moe.Routed | None]:
         x, aux = carry
-        index, w, replayed = inputs
+        index, w, of_layer = inputs
         # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
         aux = jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
-        x, routed = apply(x, w, replayed)
+        x, routed = apply(x, w, of_layer)
         return (x, aux), routed
 
     L = len(stacked["attention_norm"])
     empty = jnp.zeros((*x.shape[:2], len(options.aux_layers), x.shape[2]), x.dtype)
-    (x, aux), routed = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked, replayed))
+    (x, aux), routed = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked, by_layer))
     return x, aux if options.aux_layers else None, routed
 
 
 def _unrolled(
-    layers: Sequence[Params],
+    layers: Sequence[DecodedLayer],
     x: jax.Array,
-    decoded: DecodedLayer,
     cache: kv.KVCache,
     aux_layers: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None, moe.Routed | None, kv.KVCache]:
     """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
     written, entering, routing = [], [], []
-    for w, pages in zip(layers, cache, strict=True):
+    for decoded, pages in zip(layers, cache, strict=True):
         entering.append(x)
-        x, routed, pages = decoded(x, w, pages)
+        x, routed, pages = decoded(x, pages=pages)
         written.append(pages)
         routing.append(routed)
     aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
@@ -283,23 +310,25 @@ def _attended(
 ) -> jax.Array:
     """Project x [B, T, D] to heads, from either layout, and attend: [B, T, N, H]."""
 
-    def turned(x: jax.Array, scale: jax.Array) -> jax.Array:
-        normed = rms_norm(x, scale, config.norm_epsilon)
+    def turned(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        normed = x if scale is None else rms_norm(x, scale, config.norm_epsilon)
         return rotate(normed.reshape(*x.shape[:2], -1, config.head_dim), angles).reshape(x.shape)
 
+    q_norm, k_norm = w.get("q_norm"), w.get("k_norm")
     if "qkv" not in w:
-        q, k, v = (kept(einsum("BTD,DNH->BTNH", x, w[name])) for name in "qkv")
-        return attend(turned(q, w["q_norm"]), turned(k, w["k_norm"]), v)
-    fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
+        q, k, v = (kept(einsum("BTD,DNH->BTNH", x, w[name], bias=w.get(f"{name}_bias"))) for name in "qkv")
+        return attend(turned(q, q_norm), turned(k, k_norm), v)
+    fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"], bias=w.get("qkv_bias"))
     if attend_fused is not None:
         sin, cos = angles
-        out = attend_fused(fused, kv.Heads(w["q_norm"], w["k_norm"], sin, cos=cos))
+        out = attend_fused(fused, kv.Heads(q_norm, k_norm, sin, cos=cos))
         if out is not None:
             return out
     # All at once, the values too, which are not kept: one kernel on a GPU in place of two for each of q and k.
     R = config.queries_per_kv
     part = jnp.arange(R + 2)[:, None]
-    both = turned(fused, jnp.where(part < R, w["q_norm"][None], w["k_norm"][None]))
+    scales = None if q_norm is None or k_norm is None else jnp.where(part < R, q_norm[None], k_norm[None])
+    both = turned(fused, scales)
     fused = jnp.where((part <= R)[None, None, None], both, fused)
     q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
     return attend(q, fused[..., R, :], fused[..., R + 1, :])

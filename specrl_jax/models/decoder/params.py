@@ -1,4 +1,4 @@
-"""Parameters of Qwen3 in two layouts of the same weights, and the map between them.
+"""Parameters of a decoder in two layouts of the same weights, and the map between them.
 
 training   stacked [L, ...] and scanned: compile time does not grow with depth, and the optimizer sees few arrays
 inference  one dict per layer, q/k/v fused, in the rollout dtype: a decode step never slices a stack of layers
@@ -21,8 +21,10 @@ from specrl_jax.models.quantized import Quantized, quantize
 
 Leaf = TypeVar("Leaf")  # an array or its spec
 
-# Quantised matrices of the inference layout, and the axes that their matmuls sum over. The tables, the norms' scales
-# and the router are not: an error of the lm_head or the router reaches the logits or the choice of experts directly.
+FUSED = ("q", "k", "v", "q_bias", "k_bias", "v_bias")  # parts of the training layout that are fused
+# Quantised matrices of the inference layout, and the axes that their matmuls sum over. The tables, the norms' scales,
+# biases and the router are not: an error of the lm_head or the router reaches the logits or the choice of experts
+# directly.
 SUMMED = {"qkv": (0,), "o": (0, 1), "gate": (-2,), "up": (-2,), "down": (-2,)}
 
 
@@ -41,8 +43,11 @@ def param_specs(config: DecoderConfig) -> Specs:
 def _layer(c: DecoderConfig) -> dict[str, ParamSpec]:
     """Return the specs of one layer."""
     name = "model.layers.{layer}"
-    norms = {part: norm_spec(c.head_dim, f"{name}.self_attn.{part}", "head_dim") for part in ("q_norm", "k_norm")}
-    specs = layer_specs(c, name) | norms
+    specs = layer_specs(c, name)
+    if c.qk_norm:
+        specs |= {part: norm_spec(c.head_dim, f"{name}.self_attn.{part}", "head_dim") for part in ("q_norm", "k_norm")}
+    if c.qkv_bias:
+        specs |= {f"{part}_bias": _bias_spec(specs[part]) for part in "qkv"}
     if not c.experts:
         return specs
     # A mixture of experts declares the same three matrices once per expert, and a router.
@@ -55,6 +60,12 @@ def _layer(c: DecoderConfig) -> dict[str, ParamSpec]:
     return specs | {"router": ParamSpec(shape, axes, c.embed, f"{name}.mlp.gate.weight", "e d -> d e")}
 
 
+def _bias_spec(matrix: ParamSpec) -> ParamSpec:
+    """Return the spec of the bias of a matrix [D, heads, H], split as its heads are."""
+    name = matrix.hf_name.replace(".weight", ".bias")
+    return ParamSpec(matrix.shape[1:], matrix.axes[1:], hf_name=name, hf_layout="(n h) -> n h", start=0.0)
+
+
 def _stacked(spec: ParamSpec, axis: str, size: int) -> ParamSpec:
     return dataclasses.replace(spec, shape=(size, *spec.shape), axes=(axis, *spec.axes))
 
@@ -65,9 +76,10 @@ def inference_specs(config: DecoderConfig, kind: str = "none") -> Specs:
     Under a `kind` of quantization, `Quantized` of two specs stands for a quantised matrix.
     """
     c = config
-    layer = {name: spec for name, spec in _layer(c).items() if name not in "qkv"}
-    fused = (c.embed, c.kv_heads, c.queries_per_kv + 2, c.head_dim)
-    layer["qkv"] = ParamSpec(fused, ("embed", "kv_heads", None, "head_dim"))
+    layer = {name: spec for name, spec in _layer(c).items() if name not in FUSED}
+    layer["qkv"] = ParamSpec((c.embed, *c.fused_heads), ("embed", "kv_heads", None, "head_dim"))
+    if c.qkv_bias:
+        layer["qkv_bias"] = ParamSpec(c.fused_heads, ("kv_heads", None, "head_dim"))
     tables = {name: param_specs(c)[name] for name in ("embed", "final_norm")}
     tables["to_logits"] = ParamSpec((c.embed, c.vocab), ("embed", "vocab"))
     if kind != "none":
@@ -127,8 +139,14 @@ def _of_a_twin(whole: Mapping[str, Leaf], quantized: Callable[[Leaf], Leaf]) -> 
 
 def unstacked(layers: Params) -> list[Params]:
     """Map the layers of the training layout, [L, ...], to those of the inference layout: a dict each, q/k/v fused."""
-    q, k, v = (layers[name] for name in "qkv")
-    grouped = q.reshape(*k.shape[:3], -1, k.shape[3])
-    fused = {"qkv": jnp.concatenate([grouped, k[:, :, :, None], v[:, :, :, None]], axis=3)}
-    stacked = {name: w for name, w in layers.items() if name not in "qkv"} | fused
-    return [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(len(q))]
+    stacked = {name: w for name, w in layers.items() if name not in FUSED}
+    stacked["qkv"] = _fused(*(layers[name] for name in "qkv"))
+    if "q_bias" in layers:
+        stacked["qkv_bias"] = _fused(*(layers[f"{name}_bias"] for name in "qkv"))
+    return [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(len(layers["q"]))]
+
+
+def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Fuse [..., N, H] and twice [..., K, H] to [..., K, N / K + 2, H]."""
+    grouped = q.reshape(*k.shape[:-1], -1, k.shape[-1])
+    return jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
