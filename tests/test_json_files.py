@@ -12,6 +12,7 @@ from specrl_jax.drafts.eagle3.formats import HeadFile
 from specrl_jax.errors import InputError, fail
 from specrl_jax.io import hf
 from specrl_jax.io.config_json import ConfigJson
+from specrl_jax.io.families import hf_config
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.tensors import ShardIndex
 from specrl_jax.json_files import DEEPEST, check, parse_json
@@ -23,7 +24,7 @@ VALUES = NUMBERS | st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-CONFIGS = [hf.hf_config(SMALL, "float32"), hf.hf_config(MOE, "float32")]
+CONFIGS = [hf_config(SMALL, "float32"), hf_config(MOE, "float32")]
 
 
 def read(call):
@@ -46,14 +47,14 @@ def folder(tmp_path_factory):
 
 def is_sound(config):
     sizes = (config.vocab, config.embed, config.layers, config.heads, config.kv_heads, config.head_dim, config.mlp)
-    numbers = (config.rope_theta, config.norm_epsilon)
+    numbers = (config.rope.theta, config.norm_epsilon)
     return (
         all(type(size) is int and 0 < size <= 2**24 for size in sizes)
         and all(type(x) in (int, float) and 0 < x < 1e16 for x in numbers)
         and type(config.tied) is bool
         and config.heads % config.kv_heads == 0
         and config.head_dim % 2 == 0
-        and (config.yarn is None or config.yarn.factor >= 1)
+        and (config.rope.scaling is None or config.rope.scaling.factor >= 1)
     )
 
 

@@ -40,7 +40,7 @@ def timed(call: Callable[[], object], device: str) -> float:
 
 def make_model(sizes: dict, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    config = transformers.DecoderConfig(**sizes)
+    config = transformers.Qwen3Config(**sizes)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):

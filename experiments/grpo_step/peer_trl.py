@@ -109,7 +109,7 @@ def make_tokenizer():
 
 
 def make_model():
-    config = transformers.DecoderConfig(
+    config = transformers.Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=768,

@@ -35,7 +35,13 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, mixture=True, written=_NO_BIASES),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "llama": Family("LlamaForCausalLM", written=_NO_BIASES | {"mlp_bias": False}),
-    "smollm3": Family("SmolLM3ForCausalLM", tied=True, skips_positions=True, written=_NO_BIASES | {"mlp_bias": False}),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        tied=True,
+        skips_positions=True,
+        # transformers takes a padding token that a small vocabulary does not have.
+        written=_NO_BIASES | {"mlp_bias": False, "pad_token_id": None},
+    ),
     "mistral": Family("MistralForCausalLM", written={"sliding_window": None}),
     "mimo": Family("MiMoForCausalLM", qkv_bias=True),
 }

@@ -126,7 +126,9 @@ def einsum(
 ) -> jax.Array:
     """Compute `matmul`, and add a bias, in the dtype of `x`: in float32 on each device, rounded once at its end."""
     product = matmul(equation, x, w, sums)
-    return (product if bias is None else product + bias.astype(product.dtype)).astype(x.dtype)
+    if bias is not None:
+        product += jnp.expand_dims(bias.astype(product.dtype), range(product.ndim - bias.ndim))
+    return product.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))

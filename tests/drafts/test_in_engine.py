@@ -37,7 +37,6 @@ from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
-from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.drafts.paged import by_position, own_pages
@@ -349,9 +348,7 @@ def entries_from_scratch(kind, tokens):
             draft, config, hidden, embedded=embedded, angles=config.angles(at), attends=[attend] * config.layers
         )
         return kept
-    eagle3.layer(
-        draft, HEAD, hidden, embedded=embedded, angles=rotary_angles(at, HEAD.head_dim, HEAD.rope_theta), attend=attend
-    )
+    eagle3.layer(draft, HEAD, hidden, embedded=embedded, angles=HEAD.angles(at), attend=attend)
     return kept
 
 

@@ -20,13 +20,14 @@ from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import decoder
+from specrl_jax.models.rotary import Rope
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.drafts.eagle3.test_peers import NEEDS_SPECULATORS
 from tests.helpers.heads import drawn_params
 from tests.helpers.policies import random_params as random_policy
 
 TARGET = decoder.DecoderConfig(
-    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e6
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope=Rope(1e6)
 )
 POLICY = random_policy(TARGET)
 T, S = 13, 4

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Rope, Yarn
 from tests.helpers.policies import turned
 
 # The variants of published heads: the paper's, each alone, and the combinations that are trained.
@@ -17,8 +17,8 @@ VARIANTS = {
     "norm_output": {"norm_output": True},
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
     "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-    "own sizes": {"heads": 6, "kv_heads": 3, "head_dim": 4, "mlp": 20, "rope_theta": 300.0, "norm_epsilon": 1e-3},
-    "stretched": {"yarn": Yarn(4.0, 16, beta_fast=2.0, beta_slow=0.25)},
+    "own sizes": {"heads": 6, "kv_heads": 3, "head_dim": 4, "mlp": 20, "rope": Rope(300.0), "norm_epsilon": 1e-3},
+    "stretched": {"rope": Rope(1e4, Yarn(4.0, 16, beta_fast=2.0, beta_slow=0.25))},
 }
 
 

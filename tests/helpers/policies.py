@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.models import decoder
+from specrl_jax.models.rotary import Llama3Scaling, Rope
 
 # Every size differs from every other, and N * H from D, so that no transposed or mistaken axis fits.
 SMALL = decoder.DecoderConfig(
@@ -20,10 +21,14 @@ SMALL = decoder.DecoderConfig(
     mlp=36,
     tied=False,
     max_positions=64,
-    rope_theta=1e4,
+    rope=Rope(1e4),
 )
+# Other families' blocks: biases and no norms of heads, two kinds of layers, positions that are stretched within TOKENS.
+QWEN2 = dataclasses.replace(SMALL, qk_norm=False, qkv_bias=True, family="qwen2")
+LLAMA = dataclasses.replace(SMALL, qk_norm=False, family="llama", rope=Rope(1e4, Llama3Scaling(8.0, 24)))
+SMOLLM3 = dataclasses.replace(SMALL, qk_norm=False, family="smollm3", tied=True, no_rope_layers=(1,))
 # The shares of a token's experts sum to one; k = 3 of an odd number of choices, no expert as wide as the dense mlp.
-MOE = dataclasses.replace(SMALL, mlp=20, experts=8, experts_per_token=3, dense_mlp=36)
+MOE = dataclasses.replace(SMALL, mlp=20, experts=8, experts_per_token=3, dense_mlp=36, family="qwen3_moe")
 
 
 def random_params(config, seed=0, dtype=np.float32):
@@ -31,8 +36,8 @@ def random_params(config, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
 
     def draw(spec):
-        if spec.fan_in == 0:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), dtype)
+        if spec.fan_in == 0:  # biases are as large as what they are added to
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape) - (spec.start == 0), dtype)
         return jnp.asarray(rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed)), dtype)
 
     params = jax.tree.map(draw, decoder.param_specs(config))
@@ -70,7 +75,8 @@ def numpy_forward(params, config, tokens):
     x = w["embed"][np.asarray(tokens)]
     stream = [x]
     for i in range(config.layers):
-        x = _numpy_layer(x, {name: leaf[i] for name, leaf in w["layers"].items()}, config)
+        turn = (lambda x, config: x) if i in config.no_rope_layers else _turn
+        x = _numpy_layer(x, {name: leaf[i] for name, leaf in w["layers"].items()}, config, turn)
         stream.append(x)
     table = w["embed"] if config.tied else w["unembed"]
     return _rms(x, w["final_norm"], config) @ table.T, np.stack(stream)
@@ -84,17 +90,22 @@ def numpy_logprobs(logits, tokens, temperature):
     return np.log(p[np.arange(len(p)), np.asarray(tokens)]), -(p * np.log(p)).sum(-1)
 
 
-def _numpy_layer(x, w, config):
+def _numpy_layer(x, w, config, turn):
     normed = _rms(x, w["attention_norm"], config)
     length = len(x)
     for head in range(config.heads):
         shared = head * config.kv_heads // config.heads
-        q = _turn(_rms(normed @ w["q"][:, head], w["q_norm"], config), config)
-        k = _turn(_rms(normed @ w["k"][:, shared], w["k_norm"], config), config)
+        q, k, v = (
+            normed @ w[name][:, h] + (w[f"{name}_bias"][h] if config.qkv_bias else 0)
+            for name, h in (("q", head), ("k", shared), ("v", shared))
+        )
+        if config.qk_norm:
+            q, k = _rms(q, w["q_norm"], config), _rms(k, w["k_norm"], config)
+        q, k = turn(q, config), turn(k, config)
         scores = q @ k.T / np.sqrt(config.head_dim)
         scores[np.triu_indices(length, 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
-        x = x + p / p.sum(-1, keepdims=True) @ (normed @ w["v"][:, shared]) @ w["o"][head]
+        x = x + p / p.sum(-1, keepdims=True) @ v @ w["o"][head]
     normed = _rms(x, w["mlp_norm"], config)
     if not config.experts:
         return x + _numpy_mlp(normed, w["gate"], w["up"], w["down"])
@@ -125,14 +136,21 @@ def _turn(x, config):
 
 
 def turned(x, position, config):
-    """Rotate x [H]: entries j and j + H / 2 are one complex number; YaRN changes the frequencies and the scale."""
+    """Rotate x [H]: entries j and j + H / 2 are one complex number; stretches change frequencies, YaRN the scale."""
     half = config.head_dim // 2
     j = np.arange(half)
-    frequency, scale = config.rope_theta ** (-j / half), 1.0
-    if yarn := config.yarn:
+    frequency, scale = config.rope.theta ** (-j / half), 1.0
+    scaling = config.rope.scaling
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original * frequency / (2 * np.pi)
+        smooth = (turns - scaling.low) / (scaling.high - scaling.low)
+        between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        slow = np.where(turns < scaling.low, frequency / scaling.factor, between)
+        frequency = np.where(turns > scaling.high, frequency, slow)
+    elif yarn := scaling:
         # The (real) j at which `original` / beta positions are one whole turn.
         bounds = [
-            half * np.log(yarn.original / (2 * np.pi * beta)) / np.log(config.rope_theta)
+            half * np.log(yarn.original / (2 * np.pi * beta)) / np.log(config.rope.theta)
             for beta in (yarn.beta_fast, yarn.beta_slow)
         ]
         low, high = (np.floor(bounds[0]), np.ceil(bounds[1])) if yarn.truncate else bounds

@@ -21,11 +21,11 @@ from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Llama3Scaling, Rope, Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.drafts.paged import own_pages
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_tensors
-from tests.helpers.policies import MOE, SMALL, compiled, random_params, row_positions
+from tests.helpers.policies import LLAMA, MOE, QWEN2, SMALL, SMOLLM3, compiled, random_params, row_positions
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIED = dataclasses.replace(SMALL, tied=True)
@@ -139,7 +139,7 @@ def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(sizes, tmp_pa
 @pytest.mark.parametrize("yarn", [None, *YARNS], ids=str)
 @pytest.mark.parametrize("config", [SMALL, TIED, MOE, UNSCALED], ids=["untied", "tied", "experts", "unscaled shares"])
 def test_config_survives_the_folder(config, yarn, tmp_path):
-    config = dataclasses.replace(config, yarn=yarn)
+    config = dataclasses.replace(config, rope=Rope(1e4, yarn))
     hf.save_params(str(tmp_path), random_params(config), config, dtype="float32")
     assert hf.load_config(str(tmp_path)) == config
 
@@ -204,7 +204,7 @@ def test_config_of_the_released_checkpoint(tmp_path):
     # As the model card has it for long texts.
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     stretched = config_of(tmp_path, QWEN3_8B | {"rope_scaling": scaling})
-    assert stretched == dataclasses.replace(decoder.preset("qwen3_8b"), yarn=Yarn(4.0, 32_768))
+    assert stretched == dataclasses.replace(decoder.preset("qwen3_8b"), rope=Rope(1e6, Yarn(4.0, 32_768)))
     assert stretched.longest == 131_072
 
 
@@ -426,14 +426,13 @@ def test_config_that_is_no_json_object(text, named, folder):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        *(({"model_type": kind}, f"holds a '{kind}' model, expected qwen3") for kind in ("llama", "qwen2", None)),
+        *(({"model_type": kind}, f"holds a '{kind}' model, expected qwen3, ") for kind in ("gemma", "", None)),
         *(
             ({key: ...}, f"config.json lacks '{key}'")
-            for key in ("vocab_size", "head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta")
+            for key in ("vocab_size", "hidden_size", "num_attention_heads", "rms_norm_eps", "rope_theta")
         ),
-        ({"tie_word_embeddings": ...}, "config.json lacks 'tie_word_embeddings'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "type 'llama3'; only yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type 'dynamic'; only yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks 'original_max_position_embeddings'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type 'dynamic'; only default, yarn and llama3"),
         ({"rope_scaling": {"factor": 4.0}}, "type 'default'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e6}}, "rope"),
         ({"attention_bias": True}, "attention_bias"),
@@ -472,7 +471,7 @@ def test_stretched_positions_as_others_write_them(folder):
 
     def found(**scaling):
         edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": 4.0} | scaling)
-        return hf.load_config(str(folder)).yarn
+        return hf.load_config(str(folder)).rope.scaling
 
     assert found() == Yarn(4.0, 64)
     assert found(beta_fast=None, attention_factor=1.1) == Yarn(4.0, 64, attention_factor=1.1)
@@ -622,26 +621,35 @@ CONFIGS = {
     "tied": TIED,
     "experts": MOE,
     "unscaled shares": UNSCALED,
-    "stretched": dataclasses.replace(SMALL, yarn=YARNS[2]),
-    "stretched experts": dataclasses.replace(MOE, yarn=YARNS[3]),
+    "stretched": dataclasses.replace(SMALL, rope=Rope(1e4, YARNS[2])),
+    "stretched experts": dataclasses.replace(MOE, rope=Rope(1e4, YARNS[3])),
+    "qwen2": QWEN2,
+    "qwen2 tied": dataclasses.replace(QWEN2, tied=True, rope=Rope(1e6), norm_epsilon=1e-5),
+    "llama": LLAMA,
+    "llama 3.2": dataclasses.replace(LLAMA, tied=True, rope=Rope(5e5, Llama3Scaling(32.0, 12, low=1.5, high=3.0))),
+    "plain llama": dataclasses.replace(LLAMA, rope=Rope(1e5), head_dim=6, heads=4, kv_heads=4),
+    "smollm3": SMOLLM3,
+    "mistral": dataclasses.replace(LLAMA, rope=Rope(1e6), family="mistral"),
 }
 parity_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def reference_model(config, seed=0):
-    """A random Qwen3 of transformers, with norm scales off one and logits that spread over several nats."""
+    """A random policy of transformers, with norm scales off one and logits that spread over several nats."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    make, config_of, own = transformers.Qwen3ForCausalLM, transformers.DecoderConfig, {}
+    own = {"pad_token_id": None, "sliding_window": None}
+    if config.no_rope_layers:
+        own["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.layers)]
     if config.experts:
-        make, config_of = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig
-        own = {
+        own |= {
             "moe_intermediate_size": config.mlp,
             "num_experts": config.experts,
             "num_experts_per_tok": config.experts_per_token,
             "norm_topk_prob": config.renormalise,
         }
-    sizes = config_of(
+    sizes = transformers.AutoConfig.for_model(
+        config.family,
         vocab_size=config.vocab,
         hidden_size=config.embed,
         num_hidden_layers=config.layers,
@@ -651,13 +659,13 @@ def reference_model(config, seed=0):
         intermediate_size=config.dense_mlp or config.mlp,
         tie_word_embeddings=config.tied,
         max_position_embeddings=config.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta} | theirs(config.yarn),
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta} | theirs(config.rope.scaling),
         rms_norm_eps=config.norm_epsilon,
         attn_implementation="eager",
         **own,
     )
     torch.manual_seed(seed)
-    model = make(sizes).to(torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(sizes).to(torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
@@ -671,6 +679,10 @@ def theirs(yarn):
     """Of rope_parameters."""
     if yarn is None:
         return {}
+    if isinstance(yarn, Llama3Scaling):
+        names = {"low_freq_factor": "low", "high_freq_factor": "high", "factor": "factor"}
+        names["original_max_position_embeddings"] = "original"
+        return {"rope_type": "llama3"} | {key: getattr(yarn, field) for key, field in names.items()}
     names = {"factor": "factor", "original_max_position_embeddings": "original"}
     names |= {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")}
     return {"rope_type": "yarn"} | {key: getattr(yarn, field) for key, field in names.items()}

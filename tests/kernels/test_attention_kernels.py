@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import blocks, gpu, op, reference, tpu
-from specrl_jax.models.layers import rms_norm, rotary_angles, rotate
+from specrl_jax.models.layers import rms_norm
+from specrl_jax.models.rotary import Rope, rotate
 from tests.helpers import targets
 from tests.helpers.interpreted import GPU, TPU
 from tests.helpers.long import long_but
@@ -120,7 +121,7 @@ def fused_case(lengths, Q, K, R, T, dtype, H=128):
     fused = jax.random.normal(keys[0], (len(lengths), Q, K, R + 2, H)).astype(dtype)
     scales = (1 + 0.1 * jax.random.normal(key, (H,)).astype(jnp.bfloat16) for key in keys[1:])
     own = jnp.where(jnp.arange(table.shape[1])[None] < 1, len(pages), table)
-    heads = op.Heads(*scales, *rotary_angles(positions, H, 1e4))
+    heads = op.Heads(*scales, *Rope(1e4).angles(positions, H))
     return fused, heads, pages.astype(jnp.bfloat16), op.Table(table, own), positions
 
 

@@ -17,14 +17,15 @@ from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder import network
-from specrl_jax.models.layers import Yarn, count_params
+from specrl_jax.models.layers import count_params
+from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.interpreted import GPU
 from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
 
 TIED = dataclasses.replace(SMALL, tied=True)
 # Twelve tokens, and the last four are beyond what it was pretrained on.
-STRETCHED = dataclasses.replace(SMALL, yarn=Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1))
+STRETCHED = dataclasses.replace(SMALL, rope=Rope(1e4, Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1)))
 B, T = 5, 12  # rows and tokens of most tests
 ROOM = 20  # positions that a row has pages for, more than T
 
@@ -614,9 +615,10 @@ def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, to
 def test_stretched_positions_allow_longer_sequences():
     policy = decoder.preset("qwen3_8b")
     assert policy.longest == 40_960
-    assert dataclasses.replace(policy, yarn=Yarn(4.0, 32_768)).longest == 131_072
+    long = Rope(1e6, Yarn(4.0, 32_768))
+    assert dataclasses.replace(policy, rope=long).longest == 131_072
     # A checkpoint that says its stretched length itself.
-    assert dataclasses.replace(policy, yarn=Yarn(4.0, 32_768), max_positions=131_072).longest == 131_072
+    assert dataclasses.replace(policy, rope=long, max_positions=131_072).longest == 131_072
 
 
 # Sharded = unsharded

@@ -10,6 +10,7 @@ import pytest
 
 from specrl_jax.models import layers
 from specrl_jax.models.layers import ParamSpec
+from specrl_jax.models.rotary import Rope, Yarn, rotate
 from tests.helpers.policies import turned
 
 BF16 = jnp.bfloat16
@@ -99,7 +100,7 @@ def test_rms_norm_of_bfloat16_takes_statistics_in_float32_and_rounds_before_the_
 def test_rotary_angles_stay_float32_at_long_positions():
     """257 is not a bfloat16 number, and the last position of Qwen3 is 40,959."""
     positions = np.array([[0, 1, 257, 4095, 40_959]], np.int32)
-    sin, cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6)
+    sin, cos = Rope(1e6).angles(jnp.asarray(positions), 128)
     assert sin.shape == cos.shape == (1, 5, 1, 64)
     assert sin.dtype == cos.dtype == jnp.float32
     angle = positions[0, :, None] * 1e6 ** (-np.arange(64) / 64.0)
@@ -112,16 +113,16 @@ def test_rotary_angles_stay_float32_at_long_positions():
 @pytest.mark.parametrize(
     "yarn",
     [
-        layers.Yarn(4.0, 32_768),
-        layers.Yarn(2.5, 32_768, beta_fast=8.0, beta_slow=0.5, attention_factor=0.7),
-        layers.Yarn(4.0, 32_768, truncate=False),
+        Yarn(4.0, 32_768),
+        Yarn(2.5, 32_768, beta_fast=8.0, beta_slow=0.5, attention_factor=0.7),
+        Yarn(4.0, 32_768, truncate=False),
     ],
     ids=["defaults", "own", "not truncated"],
 )
 def test_stretched_angles_are_those_of_the_paper(yarn):
     """Qwen3 at four times the length: which dimensions keep their frequency, which have it divided, and the scale."""
     positions = np.array([[0, 1, 257, 40_959, 131_071]], np.int32)
-    sin, cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6, yarn=yarn)
+    sin, cos = Rope(1e6, yarn).angles(jnp.asarray(positions), 128)
     assert sin.dtype == cos.dtype == jnp.float32
     ones = np.concatenate([np.ones(64), np.zeros(64)])
     for t, position in enumerate(positions[0]):
@@ -129,7 +130,7 @@ def test_stretched_angles_are_those_of_the_paper(yarn):
         bound = 8 * 2.0**-24 * position + 2e-6
         np.testing.assert_allclose(cos[0, t, 0], turn[:64], atol=bound)
         np.testing.assert_allclose(sin[0, t, 0], turn[64:], atol=bound)
-    plain_sin, plain_cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6)
+    plain_sin, plain_cos = Rope(1e6).angles(jnp.asarray(positions), 128)
     scale = yarn.attention_factor or 0.1 * np.log(yarn.factor) + 1
     # The fastest dimensions turn as before, the slowest a factor slower: all that is left of position 131,071 / 4.
     np.testing.assert_allclose(cos[..., :8], plain_cos[..., :8] * scale, atol=8 * 2.0**-24 * 131_071)
@@ -144,8 +145,8 @@ TURNS = collections.namedtuple("Turns", ["rope_theta", "head_dim", "yarn"])
 def test_a_factor_of_one_stretches_nothing():
     positions = jnp.arange(40, dtype=jnp.int32)[None]
     plain, one = (
-        layers.rotary_angles(positions, 128, 1e6),
-        layers.rotary_angles(positions, 128, 1e6, yarn=layers.Yarn(1.0, 8)),
+        Rope(1e6).angles(positions, 128),
+        Rope(1e6, Yarn(1.0, 8)).angles(positions, 128),
     )
     for a, b in zip(plain, one):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -153,14 +154,14 @@ def test_a_factor_of_one_stretches_nothing():
 
 def test_position_zero_is_not_rotated():
     x = jnp.asarray(draw(2, 3, 4, 10))
-    angles = layers.rotary_angles(jnp.zeros((2, 3), jnp.int32), 10, 1e4)
-    np.testing.assert_array_equal(layers.rotate(x, angles), x)
+    angles = Rope(1e4).angles(jnp.zeros((2, 3), jnp.int32), 10)
+    np.testing.assert_array_equal(rotate(x, angles), x)
 
 
 def test_rotation_turns_entry_j_against_entry_j_plus_half():
     x = draw(1, 5, 3, 10)
     positions = np.array([[0, 3, 1, 40, 7]], np.int32)
-    out = layers.rotate(jnp.asarray(x), layers.rotary_angles(jnp.asarray(positions), 10, 1e4))
+    out = rotate(jnp.asarray(x), Rope(1e4).angles(jnp.asarray(positions), 10))
     for t, position in enumerate(positions[0]):
         turn = np.exp(1j * position * 1e4 ** (-np.arange(5) / 5.0))
         turned = (x[0, t, :, :5] + 1j * x[0, t, :, 5:]) * turn
@@ -173,7 +174,7 @@ def test_rotated_products_depend_on_the_distance_only():
 
     def score(query_position, key_position):
         def at(x, position):
-            return layers.rotate(x, layers.rotary_angles(jnp.full((1, 1), position, jnp.int32), 10, 1e4))
+            return rotate(x, Rope(1e4).angles(jnp.full((1, 1), position, jnp.int32), 10))
 
         return float((at(q, query_position) * at(k, key_position)).sum())
 
@@ -184,10 +185,10 @@ def test_rotated_products_depend_on_the_distance_only():
 
 def test_bfloat16_rotation_rounds_once():
     x = jnp.asarray(draw(1, 6, 2, 10), BF16)
-    angles = layers.rotary_angles(jnp.arange(6, dtype=jnp.int32)[None] + 250, 10, 1e4)
-    out = layers.rotate(x, angles)
+    angles = Rope(1e4).angles(jnp.arange(6, dtype=jnp.int32)[None] + 250, 10)
+    out = rotate(x, angles)
     assert out.dtype == BF16
-    np.testing.assert_array_equal(out, layers.rotate(x.astype(jnp.float32), angles).astype(BF16))
+    np.testing.assert_array_equal(out, rotate(x.astype(jnp.float32), angles).astype(BF16))
 
 
 @pytest.mark.parametrize("equation", ["BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,VD->BTV", "BTD,DCF->BTCF"])

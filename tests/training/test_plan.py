@@ -8,7 +8,7 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.config import Config, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig, from_config_dict
 from specrl_jax.errors import InputError
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import draft_lengths, find_limits, make_plan, policy_sizes
 
@@ -119,5 +119,5 @@ def policy_settings(**changes):
 def test_yarn_stretches_the_positions():
     plain, stretched = policy_sizes(policy_settings()), policy_sizes(policy_settings(yarn_factor=4.0))
     assert (plain.longest, stretched.longest) == (4096, 4 * 32_768)
-    assert stretched == dataclasses.replace(plain, yarn=Yarn(4.0, 32_768))
+    assert stretched == dataclasses.replace(plain, rope=Rope(1e6, Yarn(4.0, 32_768)))
     assert policy_sizes(policy_settings(yarn_factor=2.0, yarn_original=4096)).longest == 8192

@@ -14,7 +14,7 @@ from specrl_jax.drafts.block import block_network as network
 from specrl_jax.drafts.block.block_draft import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.training.plan import make_plan
 from tests.drafts.block.test_block_network import CONFIGS, ONE, TARGET, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
@@ -111,7 +111,7 @@ def test_slots_that_a_format_cannot_state_are_saved_as_speculators(kind, tmp_pat
 def test_a_drafter_with_layers_of_its_own_is_read_back(kind, dialect, tmp_path):
     """Beside a policy with experts and stretched positions."""
     own = {"heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "rope_theta": 300.0, "norm_epsilon": 1e-3, "yarn": None}
-    target = dataclasses.replace(TARGET, yarn=Yarn(4.0, 64), experts=4, experts_per_token=2, dense_mlp=20)
+    target = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(4.0, 64)), experts=4, experts_per_token=2, dense_mlp=20)
     config, folder = dataclasses.replace(CONFIGS[kind], **own), str(tmp_path)
     draft, params = BlockDraft(config, dialect or OWN[kind]), drawn_params(network.param_specs(config))
     draft.save(folder, params, IDS if draft.has_vocab_map else None, target=target, dtype="float32")

@@ -67,7 +67,7 @@ def rms(x, scale):
 def turned(x, position):
     """[..., H] rotated by its position, halves paired as in Qwen3."""
     half = x.shape[-1] // 2
-    angle = position / TARGET.rope_theta ** (np.arange(half) / half)
+    angle = position / TARGET.rope.theta ** (np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
     return np.concatenate(
         [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], axis=-1

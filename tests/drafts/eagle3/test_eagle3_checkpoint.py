@@ -16,13 +16,13 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.formats import write_head
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Rope, Yarn
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
 from tests.helpers.heads import VARIANTS, random_params, torch_layout
 
 # Every size differs from every other, and N * H from D.
 TARGET = decoder.DecoderConfig(
-    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope=Rope(1e4)
 )
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
 IDS = np.sort(np.random.default_rng(1).choice(TARGET.vocab, HEAD.draft_vocab, replace=False)).astype(np.int32)
@@ -265,7 +265,7 @@ def test_a_heads_own_length_limit_neither_clamps_nor_comes_back(dialect, copy, t
     written = read_config(tmp_path / "again")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == TARGET.max_positions
-    stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, TARGET.max_positions))
+    stretched = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(4.0, TARGET.max_positions)))
     written = write_head(head, stretched, "float32", name=dialect, verifier="")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == stretched.longest == 4 * TARGET.max_positions
@@ -362,10 +362,11 @@ def test_scaled_positions(dialect, changes, copy):
 def test_positions_that_are_the_heads_own(dialect, changes, copy):
     """Its config.json's, though its target's are plain; and the other way round."""
     folder = copy(dialect)
-    stretched = dataclasses.replace(TARGET, yarn=Yarn(2.0, 32))
+    stretched = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(2.0, 32)))
     assert load_config(folder, stretched) == HEAD
     edit_config(folder, *sizes_at(dialect), **changes)
-    assert load_config(folder) == load_config(folder, stretched) == dataclasses.replace(HEAD, yarn=Yarn(32.0, 2048))
+    own = dataclasses.replace(HEAD, rope=Rope(1e4, Yarn(32.0, 2048)))
+    assert load_config(folder) == load_config(folder, stretched) == own
 
 
 @dialects

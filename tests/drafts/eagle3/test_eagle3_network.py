@@ -13,7 +13,8 @@ from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
-from specrl_jax.models.layers import Yarn, count_params
+from specrl_jax.models.layers import count_params
+from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import own_pages
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
@@ -22,7 +23,7 @@ from tests.helpers.unrolled import unrolled
 
 # Every size differs from every other, and N * H from D.
 TARGET = decoder.DecoderConfig(
-    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e4
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope=Rope(1e4)
 )
 HEAD = eagle3.eagle3_config(TARGET, 16)
 B, T, STEPS = 2, 8, 3
@@ -62,8 +63,8 @@ def test_the_head_of_a_mixture_of_experts_is_dense(name, width):
 
 
 def test_a_new_head_has_plain_positions():
-    head = eagle3.eagle3_config(dataclasses.replace(TARGET, yarn=Yarn(4.0, 16), rope_theta=300.0), 16)
-    assert (head.yarn, head.rope_theta) == (None, 300.0)
+    head = eagle3.eagle3_config(dataclasses.replace(TARGET, rope=Rope(300.0, Yarn(4.0, 16))), 16)
+    assert head.rope == Rope(300.0)
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 41])

@@ -18,6 +18,7 @@ from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import decoder
+from specrl_jax.models.rotary import Rope
 from tests.helpers.heads import VARIANTS, random_params
 from tests.helpers.policies import random_params as random_policy
 from tests.helpers.policies import row_positions
@@ -28,7 +29,7 @@ NEEDS_SPECULATORS = (
     "build, whose versions on PyPI do not go with it"
 )
 TARGET = decoder.DecoderConfig(
-    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope_theta=1e6
+    40, 24, 9, heads=8, kv_heads=2, head_dim=10, mlp=36, tied=False, max_positions=64, rope=Rope(1e6)
 )
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
 POLICY = random_policy(TARGET)
