@@ -29,6 +29,7 @@ from specrl_jax.drafts.block.block_draft import BlockDraft
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts.mtp.mtp_checkpoint import FORMATS
 from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
 from specrl_jax.drafts.peagle import peagle_network as peagle
 from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
@@ -51,10 +52,11 @@ WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
 VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorted nor dense
 # An EAGLE-3 head needs seven layers; the others are quicker to compile over two.
 MODELS = dict.fromkeys(("mtp", "peagle", "dspark", "dflash", "model"), decoder.preset("nano"))
-MODELS["eagle3"] = decoder.preset("nano_deep")
+MODELS |= {"eagle3": decoder.preset("nano_deep"), "mimo": decoder.preset("nano_mimo")}
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
+    "mimo": MTPDraft(FORMATS["mimo"].config(MODELS["mimo"]), "mimo"),
     "peagle": PEagleDraft(peagle.peagle_config(MODELS["peagle"], 2, len(VOCAB_MAP))),
     # Blocks of more slots than are drafted, and of as many.
     "dspark": BlockDraft(
@@ -216,7 +218,7 @@ def compiled_unrolled(kind):
 
     def logits(policy, params, rows):
         out = forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
-        tables = TargetTables(policy["embed"], policy["embed"])
+        tables = TargetTables(policy["embed"], decoder.lm_head_weight(policy, model))
         outputs, unembed = draft.unrolled(
             params, DraftInputs(tables, out.aux, out.hidden, rows=rows, steps=K, dtype=jnp.dtype("float32")), LEARNS
         )
@@ -328,9 +330,12 @@ def entries_from_scratch(kind, tokens):
         context, angles = block.context(draft, config, out.aux), config.angles(at)
         layers = [jax.tree.map(lambda w, i=i: w[i], draft["layers"]) for i in range(config.layers)]
         return [np.asarray(x) for w in layers for x in block.keys_values(w, config, context, angles=angles)]
-    hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, DRAFTS[kind].config, out.aux)
+    if kind in ("mtp", "mimo"):
+        hidden = DRAFTS[kind].hidden_states(draft, out.aux, out.hidden)
+    else:
+        hidden = eagle3.first_hidden(draft, DRAFTS[kind].config, out.aux)
     embedded = policy["embed"][following]
-    if kind == "mtp":
+    if kind in ("mtp", "mimo"):
         pairs, empty = Paging(table, at), DRAFTS[kind].init_cache(shape)
         cache = DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, pairs=pairs, cache=empty, partition=ONE)[
             1

@@ -1,10 +1,10 @@
-"""Rollouts with drafts of one pass are distributed as the policy's own samples: the law of the first two tokens.
+"""Rollouts with drafts are distributed as the policy's own samples: the law of the first two tokens.
 
-The real networks and engine, on a random policy that uses few tokens. 16,384 rollouts of one prompt, counted in 36
-cells (five words and all others, twice), of which those that expect fewer than five rollouts are pooled. The counts are
-compared with the exact law by the likelihood-ratio test at 1e-7: all six cases together give a false alarm with a
-chance below 1e-6. A law that is off by 0.05 in total variation is missed with a chance below 1e-3 (noncentrality
-4 N 0.05^2 = 164 by Pinsker's inequality). `coupled` is proven bit by bit elsewhere.
+The real networks and engine: drafts of one pass and MiMo's head, on random policies that use few tokens. 16,384
+rollouts of one prompt, counted in 36 cells (five words and all others, twice), of which those that expect fewer than
+five rollouts are pooled. The counts are compared with the exact law by the likelihood-ratio test at 1e-7: all seven
+cases together give a false alarm with a chance below 1e-6. A law that is off by 0.05 in total variation is missed with
+a chance below 1e-3 (noncentrality 4 N 0.05^2 = 164 by Pinsker's inequality). `coupled` is proven bit by bit elsewhere.
 """
 
 import functools
@@ -43,6 +43,7 @@ CASES = [
     ("dspark", "block", False),
     ("peagle", "rejection", True),
     ("dflash", "block", False),
+    ("mimo", "rejection", False),
 ]
 F32 = jnp.dtype("float32")
 

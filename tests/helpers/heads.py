@@ -41,6 +41,8 @@ def drawn_params(specs, seed=1):
 
     def draw(spec):
         values = rng.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape)
+        # Biases of half the size of what they are added to, of either sign.
+        values = rng.normal(size=spec.shape) / 2 if spec.start == 0 else values
         return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
 
     return jax.tree.map(draw, specs)

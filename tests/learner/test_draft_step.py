@@ -112,7 +112,7 @@ def host_made_state(setup):
 
 
 # Kind -> the policy of it.
-KINDS = {"eagle3": "nano_deep"} | dict.fromkeys(("mtp", "peagle", "dspark", "model"), "nano")
+KINDS = {"eagle3": "nano_deep", "mimo": "nano_mimo"} | dict.fromkeys(("mtp", "peagle", "dspark", "model"), "nano")
 # That of predictions too: of one that learns in other steps, which asks all rows, as its updates do.
 COMPILED = ("policy_step", "read_tables", "predict_step")
 
@@ -129,7 +129,8 @@ def sharing(setup, compiled):
 def setup_of(kind, online, loss="ce", sizes=ONE, positions="all"):
     config = rlzero_tiny.get_config("smoke")
     config.policy.preset = KINDS[kind]
-    config.draft.kind, config.draft.online = kind, online
+    config.draft.kind, config.draft.online = ("mtp" if kind == "mimo" else kind), online
+    config.draft.dialect = "mimo" if kind == "mimo" else ""
     config.draft.preset = "nano" if kind == "model" else ""
     config.draft.loss, config.draft.clip, config.draft.positions = loss, 1e-3, positions
     config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
@@ -180,7 +181,7 @@ def draft_alone(setup, state, rows, inputs, count):
     return metrics
 
 
-@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS, slow=["mimo"]))
 def test_learning_on_line_leaves_the_policy_bit_equal(kind):
     """Parameters and moments after each update, and all that is reported of them."""
     (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
@@ -209,7 +210,7 @@ def test_by_every_loss_the_policy_stays_bit_equal(loss):
         assert len(found.draft) == 1 and 0 < found.draft[0].loss < np.inf
 
 
-@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS, slow=["mimo"]))
 def test_every_weight_of_the_draft_learns(kind):
     """None is behind a stop_gradient: the first moments after one update, a tenth of the clipped gradient."""
     state = runs(kind)[True][0][1]

@@ -336,8 +336,9 @@ def test_selective_repeats_no_product_and_holds_less_than_nothing_repeated(parti
 # Auxiliary features
 
 
-@pytest.mark.parametrize("layers", [(2, 0), pytest.param((0, 1, 2), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("layers", [(2, 3, 0), pytest.param((0, 1, 2, 3), marks=pytest.mark.long)], ids=str)
 def test_features_are_the_residual_stream_entering_the_named_layers(layers, params, config, tokens, partition):
+    """The third of three layers is the last: 3 is what leaves it."""
     out = compiled(config, partition, aux_layers=layers)(params, tokens, row_positions(tokens))
     assert out.aux.shape == (B, T, len(layers), config.embed)
     for row in range(B):
@@ -349,8 +350,8 @@ def test_features_are_the_residual_stream_entering_the_named_layers(layers, para
 @pytest.mark.slow
 def test_both_layouts_give_the_same_features(params, rollout, config, tokens, partition):
     at = row_positions(tokens)
-    learner = compiled(config, partition, aux_layers=(2, 0))(params, tokens, at)
-    decoded, _ = cached(config, partition, aux_layers=(2, 0))(rollout, tokens, at, empty_pages(config))
+    learner = compiled(config, partition, aux_layers=(2, 3, 0))(params, tokens, at)
+    decoded, _ = cached(config, partition, aux_layers=(2, 3, 0))(rollout, tokens, at, empty_pages(config))
     np.testing.assert_allclose(decoded.aux, learner.aux, **ROUNDING)
 
 
@@ -363,7 +364,7 @@ def test_features_carry_no_gradient(remat, params, config, tokens, partition):
             tokens,
             row_positions(tokens),
             partition,
-            aux_layers=(0, 1, 2),
+            aux_layers=(0, 1, 2, 3),
             remat=remat,
             return_logits=False,
         )

@@ -5,11 +5,11 @@ Two formats, recognised by their tensor names:
     deepseek  model.layers.{N}.    enorm, hnorm, eh_proj, shared_head.norm
     mimo      model.mtp_layers.0.  token_layernorm, hidden_layernorm, input_proj, final_layernorm
 
-N is the target's depth; both have a decoder block in Qwen3's names under the prefix. The projection reads [embedding;
-hidden] in DeepSeek's (and here), [hidden; embedding] in MiMo's. Neither format states the head's input. Here it is the
-hidden state after the target's final norm, then the head's own output after its final norm. SGLang and vLLM run
-DeepSeek's this way (vLLM since its pull request 45895), and FastMTP trained MiMo's this way. vLLM's MiMo reads the
-target's hidden state *before* its final norm.
+N is the target's depth; both have a decoder block in the policy's names under the prefix. The projection reads
+[embedding; hidden] in DeepSeek's (and here), [hidden; embedding] in MiMo's. Neither format states the head's input. It
+is here as servers run each: after the target's final norm in DeepSeek's (SGLang, and vLLM since its pull request
+45895); in MiMo's before it, with zeros for the embedding of pair 0 (vLLM). Then it is the head's own output after its
+final norm in both. FastMTP trained MiMo's on the normed state.
 
 Of several MTP layers, the first is read and applied at every step. Its copies of the embedding and the lm_head
 (embed_tokens, shared_head.head) are ignored: the head reads the policy's.
@@ -27,7 +27,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import LayerSizes
-from specrl_jax.io.families import hf_config
+from specrl_jax.io.families import DecoderFile, hf_config
 from specrl_jax.io.rope_json import read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import decoder
@@ -42,6 +42,12 @@ class MTPFormat:
     prefix: str  # of every tensor, up to the layer's number
     renamed: dict[str, str]  # DeepSeek's names -> this format's
     hidden_first: bool  # the projection's inputs are [hidden; embedding]
+    normed_hidden: bool  # the hidden state is that after the target's final norm
+    zeroes_first: bool  # pair 0 has zeros for its embedding
+
+    def config(self, target: decoder.DecoderConfig) -> mtp.MTPConfig:
+        """Return the sizes of a head for a target, and how this format's heads compute."""
+        return mtp.mtp_config(target, normed_hidden=self.normed_hidden, zeroes_first=self.zeroes_first)
 
     def name(self, deepseek: str) -> str:
         """Return the tensor's name in this format."""
@@ -49,7 +55,7 @@ class MTPFormat:
 
 
 FORMATS = {
-    "deepseek": MTPFormat("model.layers.", {}, hidden_first=False),
+    "deepseek": MTPFormat("model.layers.", {}, hidden_first=False, normed_hidden=True, zeroes_first=False),
     "mimo": MTPFormat(
         "model.mtp_layers.",
         {
@@ -59,6 +65,8 @@ FORMATS = {
             "shared_head.norm.weight": "final_layernorm.weight",
         },
         hidden_first=True,
+        normed_hidden=False,
+        zeroes_first=True,
     ),
 }
 
@@ -69,12 +77,12 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 def load_config(folder: str, target: decoder.DecoderConfig) -> mtp.MTPConfig:
     """Return the sizes of the head in `folder`, which are its target's; read headers only.
 
-    Raises InputError for a missing or damaged folder, one without an MTP layer, a block that is not Qwen3's (latent
-    attention, experts, biases), and sizes that are not the target's.
+    Raises InputError for a missing or damaged folder, one without an MTP layer, a block that is not the target's
+    (latent attention, experts, other biases), and other sizes.
     """
-    head = mtp.mtp_config(target)
     _check_config(folder, target)
     source, index = _find(folder)
+    head = source.format.config(target)
     if source.format is FORMATS["deepseek"] and index != target.layers:
         raise InputError(
             f"draft.path: {folder} has its MTP layer at {index}, that of this policy is at {target.layers}"
@@ -85,11 +93,17 @@ def load_config(folder: str, target: decoder.DecoderConfig) -> mtp.MTPConfig:
     strange = sorted(name for name in source.names() if name.startswith(prefix) and name not in known)
     if strange:
         raise InputError(
-            f"draft.path: {folder} holds {strange[0]}, which a Qwen3 block does not have: no latent attention, no "
-            "experts, no biases"
+            f"draft.path: {folder} holds {strange[0]}, which this policy's block does not have: no latent "
+            f"attention, no experts, {'biases of q, k and v alone' if head.qkv_bias else 'no biases'}"
         )
     source.check(specs)
     return head
+
+
+def dialect_of(folder: str) -> str:
+    """Return the key of FORMATS that the head in `folder` has. Raises InputError as `load_config`."""
+    source, _ = _find(folder)
+    return next(name for name, candidate in FORMATS.items() if candidate is source.format)
 
 
 def load_params(
@@ -171,12 +185,13 @@ def _specs(config: mtp.MTPConfig, found: MTPFormat, index: int) -> Specs:
 def _check_config(folder: str, target: decoder.DecoderConfig) -> None:
     """Raise InputError where the folder's sizes are not the target's."""
     raw = TensorFolder(folder, "draft.path").config()
-    file = raw.check(LayerSizes)
+    file = raw.check(DecoderFile)
     if file.use_sliding_window:
         raise raw.error("asks for use_sliding_window, which is not supported")
     rope = read_rope(raw)
     found, wanted = file.model_dump() | {"rope_theta": rope.theta}, hf_config(target, "")
-    for key in found.keys() & wanted.keys() - {"rope_scaling", "max_position_embeddings"}:
+    # The head has the policy's tables, whether or not they are one.
+    for key in LayerSizes.model_fields.keys() & wanted.keys() - {"rope_scaling", "max_position_embeddings"}:
         if found[key] != wanted[key]:
             raise raw.error(f"has {key}={found[key]}, this policy has {wanted[key]}")
     # Plain positions are stretched with the policy's: the checkpoint does not state the lengths that it is served at.

@@ -1,4 +1,4 @@
-"""Draft with a multi-token-prediction head: it reads what the target's lm_head reads, and shares that table."""
+"""Draft with a multi-token-prediction head: it reads the target's last hidden state, and shares its lm_head."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ from specrl_jax.drafts.mtp import mtp_network as network
 from specrl_jax.drafts.recurrent.recurrent_draft import RecurrentDraft
 from specrl_jax.drafts.recurrent.recurrent_network import Angles, Attend
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import InputError
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import matmul
 
@@ -20,8 +21,16 @@ FORMATS = tuple(checkpoint.FORMATS)
 
 def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the head in draft.path, or the one that is made for the target. Raises InputError."""
-    config = checkpoint.load_config(options.path, target) if options.path else network.mtp_config(target)
-    draft = MTPDraft(config, options.dialect or FORMATS[0])
+    if options.path:
+        dialect, config = checkpoint.dialect_of(options.path), checkpoint.load_config(options.path, target)
+        if options.dialect not in ("", dialect):
+            raise InputError(
+                f"draft.dialect={options.dialect}: the head in {options.path} computes as '{dialect}' says; leave ''"
+            )
+    else:
+        dialect = options.dialect or FORMATS[0]
+        config = checkpoint.FORMATS[dialect].config(target)
+    draft = MTPDraft(config, dialect)
     return DraftMethod(draft.drafter, draft)
 
 
@@ -31,7 +40,6 @@ class MTPDraft(RecurrentDraft):
 
     NETWORK: ClassVar[Any] = network
     CHECKPOINT: ClassVar[Any] = checkpoint
-    aux_layers = ()
     has_vocab_map = False
 
     config: network.MTPConfig
@@ -40,6 +48,12 @@ class MTPDraft(RecurrentDraft):
     @property
     def vocab(self) -> int:
         return self.config.vocab
+
+    def hidden_states(self, params: Params, aux: jax.Array | None, hidden: jax.Array) -> jax.Array:
+        if not self.aux_layers:
+            return hidden
+        assert aux is not None, "the forward was asked for aux_layers"
+        return aux[:, :, 0]
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, *, angles: Angles, attend: Attend

@@ -1,21 +1,22 @@
 """Network of a multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2): one block of the policy.
 
 Pair t = (hidden state of position t, token t + 1) predicts token t + 2 over the whole vocabulary. The hidden state is
-the input of the policy's lm_head (`decoder.Output.hidden`). For tokens not yet processed by the policy it is the head's
-own output after its final norm, which is the lm_head's input too. One module is applied k times: the "native" path of
-arXiv 2604.26779. Attention is over pairs, with rotary position t for pair t.
+the input of the policy's lm_head (`decoder.Output.hidden`); in MiMo, what its final norm reads. For tokens not yet
+processed by the policy it is the head's own output after its final norm, which is the lm_head's input too. One module
+is applied k times: the "native" path of arXiv 2604.26779. Attention is over pairs, with rotary position t for pair t.
 
-    z = concat(norm(embed(x_{t+1})), norm(h_t))         # embedding first
+    z = concat(norm(embed(x_{t+1})), norm(h_t))         # embedding first; in MiMo 0 for the embedding of pair 0
     x = eh_proj(z)                                      # back to width D
-    a = norm(block(x))                                  # a Qwen3 block with q/k norms; fed back by the recurrence
+    a = norm(block(x))                                  # with the policy's biases and norms; fed back
     out = lm_head(a)
 
 Embedding and lm_head are the policy's: neither stored here nor trained. The weights have the policy's two layouts, and
-the block runs the policy's code: `layers` is that of a Qwen3 of one layer. Rotary positions are the policy's, stretched
+the block runs the policy's code: `layers` is that of one with one layer. Rotary positions are the policy's, stretched
 where those are: vLLM and SGLang build the head from the config.json that the two share.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,24 @@ class MTPConfig(HeadConfig):
     """Sizes of a head; letters as in specrl_jax.core."""
 
     vocab: int  # V, the target's
+    qk_norm: bool
+    qkv_bias: bool
+    aux_layers: tuple[int, ...] = ()  # (L,): the hidden state is what leaves the last layer; (): what the lm_head reads
+    zeroes_first: bool = False  # pair 0 has zeros for its embedding
 
     @property
     def block(self) -> decoder.DecoderConfig:
-        """Return the sizes of the Qwen3 of one layer that has this head's layer."""
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return decoder.DecoderConfig(layers=1, tied=True, **shared)
+        """Return the sizes and options of the policy of one layer that has this head's layer."""
+        return decoder.DecoderConfig(layers=1, tied=True, **_shared(self))
 
 
-def mtp_config(target: decoder.DecoderConfig) -> MTPConfig:
+def _shared(config: MTPConfig | decoder.DecoderConfig) -> dict[str, Any]:
+    """Return what a head has from its target."""
+    names = {field.name for field in dataclasses.fields(decoder.DecoderConfig)}
+    return {x.name: getattr(config, x.name) for x in dataclasses.fields(MTPConfig) if x.name in names}
+
+
+def mtp_config(target: decoder.DecoderConfig, *, normed_hidden: bool = True, zeroes_first: bool = False) -> MTPConfig:
     """Return the sizes of a head for a target: all its widths. Raises InputError for a mixture of experts.
 
     Servers give a head's block the target's layer type, and this block has no experts.
@@ -49,7 +59,8 @@ def mtp_config(target: decoder.DecoderConfig) -> MTPConfig:
         raise InputError(
             "draft.kind=mtp: its block has no experts, as those of a mixture-of-experts policy; take eagle3"
         )
-    return MTPConfig(**{field.name: getattr(target, field.name) for field in dataclasses.fields(MTPConfig)})
+    aux_layers = () if normed_hidden else (target.layers,)
+    return MTPConfig(**_shared(target), aux_layers=aux_layers, zeroes_first=zeroes_first)
 
 
 def param_specs(config: MTPConfig) -> Specs:
@@ -81,6 +92,9 @@ def layer(
     params: Params, config: MTPConfig, hidden: jax.Array, *, embedded: jax.Array, angles: Angles, attend: Attend
 ) -> jax.Array:
     """Apply the head to hidden and embedded [B, T, D]; return a [B, T, D], the input of the lm_head."""
+    if config.zeroes_first:
+        # Position 0 alone is not turned at all.
+        embedded = jnp.where((angles[0] == 0).all(axis=-1), 0, embedded)
     normed = (
         rms_norm(embedded, params["embedding_norm"], config.norm_epsilon),
         rms_norm(hidden, params["hidden_norm"], config.norm_epsilon),

@@ -44,7 +44,8 @@ class Options:
     """Options of a forward pass. Hashable: static under jit."""
 
     dtype: jnp.dtype = jnp.float32  # of the activations; weights are cast to it
-    aux_layers: tuple[int, ...] = ()  # return the residual stream entering these layers (EAGLE-3's convention)
+    # Return the residual stream entering these layers (EAGLE-3's convention); L: what leaves the last one.
+    aux_layers: tuple[int, ...] = ()
     attention: RowAttention = by_xla  # one of `attention.ATTENTION`; for the training layout
     remat: str = NONE  # what the backward pass of a layer computes again, one of `remat.REMAT`
     vocab_tile: int = 0  # with targets: lm_head entries at a time, so that [B, T, V] never exists; 0: all at once
@@ -219,19 +220,24 @@ def _scanned(
     apply = rematerialised(apply, options.remat)
     wanted = jnp.array(options.aux_layers, jnp.int32)
 
+    def collected(aux: jax.Array, x: jax.Array, index: jax.Array | int) -> jax.Array:
+        # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
+        return jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
+
     Carry = tuple[jax.Array, jax.Array]
 
     def body(carry: Carry, inputs: tuple[jax.Array, Params, _OfLayer]) -> tuple[Carry, moe.Routed | None]:
         x, aux = carry
         index, w, of_layer = inputs
-        # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
-        aux = jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
+        aux = collected(aux, x, index)
         x, routed = apply(x, w, of_layer)
         return (x, aux), routed
 
     L = len(stacked["attention_norm"])
     empty = jnp.zeros((*x.shape[:2], len(options.aux_layers), x.shape[2]), x.dtype)
     (x, aux), routed = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked, by_layer))
+    if L in options.aux_layers:
+        aux = collected(aux, x, L)
     return x, aux if options.aux_layers else None, routed
 
 
@@ -248,7 +254,7 @@ def _unrolled(
         x, routed, pages = decoded(x, pages=pages)
         written.append(pages)
         routing.append(routed)
-    aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
+    aux = jnp.stack([(*entering, x)[index] for index in aux_layers], axis=2) if aux_layers else None
     return x, aux, jax.tree.map(lambda *layers: jnp.stack(layers), *routing), tuple(written)
 
 

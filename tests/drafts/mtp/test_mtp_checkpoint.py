@@ -8,17 +8,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
-from specrl_jax.models.layers import Yarn
+from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
 from tests.helpers.policies import SMALL as TARGET
 from tests.helpers.policies import random_params as random_policy
 
-HEAD = mtp.mtp_config(TARGET)
+HEADS = {dialect: found.config(TARGET) for dialect, found in mtp_formats.FORMATS.items()}
+HEAD = HEADS["deepseek"]
+MIMO = dataclasses.replace(TARGET, qk_norm=False, qkv_bias=True, family="mimo")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+# What each layer of MiMo-7B's MTP is stored as.
+PUBLISHED = {
+    *(f"{name}.weight" for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+    *(f"{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")),
+    *(f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")),
+    "self_attn.o_proj.weight",
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}
 PREFIX = {"deepseek": f"model.layers.{TARGET.layers}.", "mimo": "model.mtp_layers.0."}
 OWN = {
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -27,9 +46,9 @@ OWN = {
 both_dialects = pytest.mark.parametrize("dialect", PREFIX)
 
 
-def random_params(dtype="float32"):
+def random_params(dtype="float32", head=HEAD):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(jnp.dtype(dtype)), mtp.param_specs(HEAD))
+    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(jnp.dtype(dtype)), mtp.param_specs(head))
 
 
 def save(folder, dialect, dtype="float32"):
@@ -105,8 +124,56 @@ def test_the_config_is_the_policys_with_one_mtp_layer_more(saved, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_bits_come_back(dialect, dtype, tmp_path, partition):
     params = save(tmp_path, dialect, dtype)
-    assert mtp_formats.load_config(str(tmp_path), TARGET) == HEAD
+    assert mtp_formats.load_config(str(tmp_path), TARGET) == HEADS[dialect]
     assert_same_trees(load(tmp_path, partition), params)
+
+
+@pytest.fixture
+def mimo(tmp_path):
+    """A folder of a MiMo with its head, as published: attention_bias is said."""
+    hf.save_params(str(tmp_path), random_policy(MIMO), MIMO, dtype="float32")
+    head = mtp_formats.FORMATS["mimo"].config(MIMO)
+    mtp_formats.save(str(tmp_path / "h"), random_params(head=head), head, target=MIMO, dtype="float32", dialect="mimo")
+    edit_tensors(tmp_path, read_tensors(tmp_path / "h"))
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    return tmp_path
+
+
+def test_a_folder_of_mimo_has_policy_and_head_in_the_published_names(mimo, partition):
+    assert set(read_tensors(mimo / "h")) == {PREFIX["mimo"] + name for name in PUBLISHED}
+    config = read_config(mimo / "h")
+    assert config == read_config(mimo) and config["attention_bias"] is True and config["num_nextn_predict_layers"] == 1
+    assert hf.load_config(str(mimo)) == MIMO
+    assert_same_trees(hf.load_params(str(mimo), MIMO, partition), random_policy(MIMO))
+    head = mtp_formats.load_config(str(mimo), MIMO)
+    assert (head.qk_norm, head.qkv_bias, head.aux_layers, head.zeroes_first) == (False, True, (MIMO.layers,), True)
+    assert_same_trees(mtp_formats.load_params(str(mimo), head, partition), random_params(head=head))
+
+
+def test_a_head_is_saved_as_it_was_read(mimo):
+    """Another format's heads compute otherwise."""
+    options = DraftOptions("mtp", path=str(mimo))
+    assert make_method(options, MIMO).model.dialect == "mimo"
+    assert make_method(dataclasses.replace(options, dialect="mimo"), MIMO).model.dialect == "mimo"
+    with pytest.raises(InputError, match=r"^draft\.dialect=deepseek: .* 'mimo' says; leave ''$"):
+        make_method(dataclasses.replace(options, dialect="deepseek"), MIMO)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("self_attn.o_proj.bias", np.zeros(24, np.float32), ["does not have", "biases of q, k and v alone"]),
+        ("self_attn.q_norm.weight", np.ones(10, np.float32), ["does not have"]),
+        ("input_layernorm.bias", np.ones(24, np.float32), ["does not have"]),
+        ("self_attn.k_proj.bias", None, ["lacks 1 tensors"]),
+        ("self_attn.v_proj.bias", np.zeros(10, np.float32), ["shape (10,), (20,) is needed"]),
+    ],
+)
+def test_a_mimo_head_of_another_block(name, tensor, words, mimo):
+    edit_tensors(mimo, {PREFIX["mimo"] + name: tensor})
+    message = refusal(mimo, MIMO)
+    for word in (PREFIX["mimo"] + name, *words):
+        assert word in message, message
 
 
 def test_a_sharded_load_gives_the_same_head(saved):
@@ -131,18 +198,19 @@ def test_a_checkpoint_of_the_whole_model(dialect, saved, tmp_path, partition):
 
 
 def test_the_rotary_base_where_transformers_5_keeps_it(folder):
-    edit_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": TARGET.rope_theta})
+    edit_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": TARGET.rope.theta})
     assert mtp_formats.load_config(str(folder), TARGET) == HEAD
 
 
 def test_positions_are_stretched_as_the_policys(folder, tmp_path):
     """A folder that says nothing of it goes with a policy that is; one that does must say the same."""
-    stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, 16))
-    assert mtp_formats.load_config(str(folder), stretched) == dataclasses.replace(HEAD, yarn=Yarn(4.0, 16))
+    rope = Rope(TARGET.rope.theta, Yarn(4.0, 16))
+    stretched = dataclasses.replace(TARGET, rope=rope)
+    assert mtp_formats.load_config(str(folder), stretched) == dataclasses.replace(HEAD, rope=rope)
     head = mtp.mtp_config(stretched)
     mtp_formats.save(str(tmp_path / "own"), random_params(), head, target=stretched, dtype="float32")
     assert mtp_formats.load_config(str(tmp_path / "own"), stretched) == head
-    other = dataclasses.replace(TARGET, yarn=Yarn(2.0, 16))
+    other = dataclasses.replace(TARGET, rope=Rope(TARGET.rope.theta, Yarn(2.0, 16)))
     assert "factor=4.0" in refusal(tmp_path / "own", other) and "factor=2.0" in refusal(tmp_path / "own", other)
 
 
@@ -217,7 +285,7 @@ def test_a_layer_number_that_is_not_the_policys_depth(folder):
         ("kv_heads", 4, ["num_key_value_heads=2", "4"]),
         ("head_dim", 12, ["head_dim=10", "12"]),
         ("mlp", 40, ["intermediate_size=36", "40"]),
-        ("rope_theta", 1e6, ["rope_theta=10000.0", "1000000.0"]),
+        ("rope", Rope(1e6), ["rope_theta=10000.0", "1000000.0"]),
         ("norm_epsilon", 1e-5, ["rms_norm_eps=1e-06", "1e-05"]),
     ],
 )
@@ -227,16 +295,28 @@ def test_a_head_of_another_policy(field, value, words, saved):
         assert word in message, message
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "head_dim", "rope_theta"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "rope_theta"])
 def test_a_missing_key(key, folder):
     edit_config(folder, **{key: ...})
     assert f"{folder}/config.json lacks '{key}'" in refusal(folder)
 
 
+def test_without_head_dim_the_heads_are_as_wide_as_the_model(folder, tmp_path):
+    """As of a policy: 24 / 8 here, whose heads have 10."""
+    edit_config(folder, head_dim=...)
+    assert "head_dim=3, this policy has 10" in refusal(folder)
+    target = dataclasses.replace(TARGET, head_dim=6, heads=4)
+    head = mtp.mtp_config(target)
+    mtp_formats.save(str(tmp_path / "own"), random_params(head=head), head, target=target, dtype="float32")
+    edit_config(tmp_path / "own", head_dim=...)
+    assert mtp_formats.load_config(str(tmp_path / "own"), target) == head
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_scaling": LLAMA3}, "this policy has None"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 32.0}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "this policy has None"),
         ({"use_sliding_window": True}, "use_sliding_window"),
