@@ -66,7 +66,7 @@ def test_after(): pass
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_process_that_dies_costs_its_test_alone(processes, pytester, monkeypatch):
-    """With xdist 3.8.0's own scheduling it never ends."""
+    """With xdist 3.8.0's own scheduling a test that ends its process is begun again, or the run never ends."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(SCHEDULED)
     one = "def test_one(): pass"
