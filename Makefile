@@ -1,7 +1,8 @@
 # make run        install into a virtual environment, run configs/demo.py from its start to the closing table
 # make test       the tests that are neither slow nor long: what matters, in minutes
 # make test-slow  slower tests, which CI runs too; PARITY=1 installs torch and adds the comparisons with transformers;
-#                 UNTIL=SECONDS (since the epoch) begins none after that, the most valuable ones first
+#                 UNTIL=SECONDS (since the epoch) begins none after that, the most valuable ones first;
+#                 ONLY=--lf runs what failed the last time
 # make test-all   all tests: also further cases of others, and those that take minutes; PARITY=1 as above
 # make lint       ruff check, ruff format --check, mypy
 # make docs       the documentation as a site in site/, which is refused with a dead link in it
@@ -24,6 +25,7 @@ INSTALLED_TEST := $(if $(LOCKED),--require-hashes -r requirements-test.lock,-r r
 INSTALLED_DOCS := $(if $(LOCKED),--require-hashes -r requirements-docs.lock,-r requirements-docs.txt)
 PARITY ?=
 UNTIL ?=
+ONLY ?=
 
 .PHONY: run test test-all test-slow lint docs lock clean
 
@@ -42,7 +44,7 @@ test-all: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
 	$(PYTEST)
 
 test-slow: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
-	$(PYTEST) -m "slow and not long" $(if $(UNTIL),--dist loadfile --no-loadscope-reorder --until $(UNTIL))
+	$(PYTEST) -m "slow and not long" $(if $(UNTIL),--dist loadfile --no-loadscope-reorder --until $(UNTIL)) $(ONLY)
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

@@ -93,8 +93,11 @@ def needed(install: str) -> Iterator[None]:
     """End the program in one line where what the body imports is not installed."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name}: not installed for {sys.executable}; needed: {install}")
+    except (ModuleNotFoundError, RuntimeError) as error:
+        missing = error.__cause__ or error  # a package that imports its parts late raises the second from the first
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
+        sys.exit(f"error: {missing.name}: not installed for {sys.executable}; needed: {install}")
 
 
 def other_python(flag: str, python: str, module: str) -> list[str]:

@@ -328,7 +328,7 @@ def save_checkpoints(folder):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), decoder.param_specs(model))
     hf.save_params(str(folder / "checkpoint"), params, model, dtype="float32")
-    for name in ("shape", "missing", "corrupt", "no_config", "llama"):
+    for name in ("shape", "missing", "corrupt", "no_config", "gemma"):
         shutil.copytree(folder / "checkpoint", folder / name)
     tensors = safetensors.numpy.load_file(folder / "checkpoint/model.safetensors")
     norm = "model.layers.1.input_layernorm.weight"
@@ -336,7 +336,7 @@ def save_checkpoints(folder):
     safetensors.numpy.save_file({k: v for k, v in tensors.items() if k != norm}, folder / "missing/model.safetensors")
     (folder / "corrupt/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
     (folder / "no_config/config.json").unlink()
-    (folder / "llama/config.json").write_text('{"model_type": "llama"}')
+    (folder / "gemma/config.json").write_text('{"model_type": "gemma"}')
     head = eagle3.eagle3_config(model, 16)
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.param_specs(head))
     for name, ids in (("head", np.arange(16)), ("head_of_strangers", np.arange(120, 136))):
@@ -354,7 +354,7 @@ def save_checkpoints(folder):
         (["policy.path={}/missing"], ["policy.path", "model.layers.1.input_layernorm.weight"]),
         (["policy.path={}/corrupt"], ["policy.path", "corrupt/model.safetensors"]),
         (["policy.path={}/no_config"], ["policy.path", "config.json"]),
-        (["policy.path={}/llama"], ["policy.path", "llama", "qwen3"]),
+        (["policy.path={}/gemma"], ["policy.path", "gemma", "qwen3"]),
         (["policy.path={}/a_file"], ["policy.path", "a_file"]),
         (["policy.path={}/checkpoint", "policy.preset=tiny"], ["policy.preset=tiny", "192", "64"]),
         (["policy.path={}/checkpoint", "data.tokenizer="], ["data.tokenizer", "tokenizer.json"]),
@@ -371,11 +371,11 @@ def save_checkpoints(folder):
         (["task=pretrain", "draft.kind=none", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
         (["task=draft_pretrain", "pretrain.output={}/a_file/head"], ["pretrain.output", "a_file"]),
         (["draft.kind=mtp", "draft.path={}/nothing"], ["draft.path", "nothing"]),
-        (["draft.kind=model", "draft.path={}/llama"], ["draft.path", "llama", "qwen3"]),
+        (["draft.kind=model", "draft.path={}/gemma"], ["draft.path", "gemma", "qwen3"]),
         (["draft.kind=model", "draft.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
         (["task=generate", "policy.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
         (["task=generate", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
-        (["draft.path={}/llama"], ["draft.path", "llama", "LlamaForCausalLMEagle3"]),
+        (["draft.path={}/gemma"], ["draft.path", "gemma", "LlamaForCausalLMEagle3"]),
         (["draft.path={}/head", "policy.preset=tiny"], ["draft.path", "hidden_size=64", "192"]),
         (["draft.path={}/a_file"], ["draft.path", "a_file"]),
         (["task=evaluate", "policy.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),

@@ -12,11 +12,11 @@ from specrl_jax.drafts.eagle3.formats import HeadFile
 from specrl_jax.errors import InputError, fail
 from specrl_jax.io import hf
 from specrl_jax.io.config_json import ConfigJson
-from specrl_jax.io.families import hf_config
+from specrl_jax.io.families import DecoderFile, hf_config
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.tensors import ShardIndex
 from specrl_jax.json_files import DEEPEST, check, parse_json
-from tests.helpers.policies import MOE, SMALL
+from tests.helpers.policies import LLAMA, MOE, QWEN2, SMALL, SMOLLM3
 
 NUMBERS = st.sampled_from([-1, 0, 2**60, 1.5, -1e-6, 1e300, float("nan"), float("inf"), "1", True])
 VALUES = NUMBERS | st.recursive(
@@ -24,7 +24,7 @@ VALUES = NUMBERS | st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-CONFIGS = [hf_config(SMALL, "float32"), hf_config(MOE, "float32")]
+CONFIGS = [hf_config(one, "float32") for one in (SMALL, MOE, QWEN2, LLAMA, SMOLLM3)]
 
 
 def read(call):
@@ -141,10 +141,10 @@ def test_objects_within_objects(depth):
 def test_null_is_absent_and_the_place_of_a_fault_is_named():
     raw = ConfigJson(CONFIGS[0] | {"vocab_size": None}, "folder", "policy.path")
     with pytest.raises(InputError, match=r"^policy\.path: folder/config\.json lacks 'vocab_size'$"):
-        raw.check(hf.Qwen3File)
+        raw.check(DecoderFile)
     raw = ConfigJson(CONFIGS[0] | {"rope_scaling": {"factor": "4"}}, "folder", "policy.path")
     with pytest.raises(InputError, match=r'config\.json: rope_scaling\.factor="4": Input should be a valid number'):
-        raw.check(hf.Qwen3File)
+        raw.check(DecoderFile)
 
 
 def test_a_long_value_is_shortened(tmp_path):

@@ -2,6 +2,9 @@
 
 import time
 
+import pytest
+
+from tests.helpers.runs import ROOT
 from tests.helpers.time_left import TimeLeft, value
 
 pytest_plugins = "pytester"
@@ -45,3 +48,29 @@ def test_laws_come_before_tools():
     names = ["tests/experiments/a", "tests/test_cli.py::a", "tests/kernels/a", "tests/decoding/a", "tests/training/a"]
     ordered = sorted(map(Item, names), key=value)
     assert [item.nodeid for item in ordered] == [names[i] for i in (3, 2, 4, 1, 0)]
+
+
+SCHEDULED = """
+from tests.helpers.file_scheduling import FileScheduling
+def pytest_xdist_make_scheduler(config, log):
+    return FileScheduling(config, log)
+"""
+FATAL = """
+import os
+def test_before(): pass
+def test_fatal(): os._exit(1)
+def test_after(): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_process_that_dies_costs_its_test_alone(processes, pytester, monkeypatch):
+    """With xdist 3.8.0's own scheduling a test that ends its process is begun again, or the run never ends."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeconftest(SCHEDULED)
+    one = "def test_one(): pass"
+    pytester.makepyfile(test_a="def test_one(): pass\ndef test_two(): pass", test_b=FATAL, test_c=one, test_d=FATAL)
+    options = ("-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess(*options, timeout=120)
+    result.assert_outcomes(passed=7, failed=2)

@@ -110,7 +110,7 @@ def read_config(raw: ConfigJson) -> DecoderConfig:
         *first, last = FAMILIES
         raise InputError(f"{raw.key}: {raw.folder} holds a '{kind}' model, expected {', '.join(first)} or {last}")
     file = raw.check(DecoderFile)
-    check_supported(raw, file, qkv_bias=family.qkv_bias)
+    _check_supported(raw, file, family)
     check_heads(raw, file)
     sizes = {ours: getattr(file, theirs) for theirs, ours in _SIZES.items()}
     tied = family.tied if file.tie_word_embeddings is None else file.tie_word_embeddings
@@ -125,11 +125,11 @@ def read_config(raw: ConfigJson) -> DecoderConfig:
     return _with_experts(config, raw) if family.mixture else config
 
 
-def check_supported(raw: ConfigJson, file: DecoderFile, *, qkv_bias: bool) -> None:
+def _check_supported(raw: ConfigJson, file: DecoderFile, family: Family) -> None:
     """Raise InputError for entries that change the forward: biases, sliding windows, quantised weights."""
     for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
-        # MiMo's says what its family has anyway.
-        if getattr(file, key) and not (key == "attention_bias" and qkv_bias):
+        # MiMo calls its biases of q, k, v so; elsewhere o has one too.
+        if getattr(file, key) and not (key == "attention_bias" and family.qkv_bias):
             raise raw.error(f"asks for {key}, which is not supported")
     # Qwen2 states the window that use_sliding_window=false switches off.
     if raw.get("sliding_window") is not None and raw.get("use_sliding_window") is None:

@@ -1,6 +1,7 @@
 """Read and write a policy's checkpoint in Hugging Face format."""
 
 import os
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,16 @@ from specrl_jax.models import decoder
 from specrl_jax.sharding import Partitioner
 
 _EMBEDDING, _LM_HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"
+# What a folder may hold besides: heads that `draft.kind=mtp` reads, and tables of older versions of transformers.
+_BESIDE = re.compile(r"lm_head\.weight|model\.mtp_layers\..*|.*rotary_emb\.inv_freq")
+# Where models with such names are published.
+_PUBLISHERS = {
+    "Qwen": "Qwen",
+    "Llama-": "meta-llama",
+    "SmolLM": "HuggingFaceTB",
+    "Mistral-": "mistralai",
+    "MiMo-": "XiaomiMiMo",
+}
 
 
 def load_config(folder: str, key: str = "policy.path") -> decoder.DecoderConfig:
@@ -24,17 +35,25 @@ def load_config(folder: str, key: str = "policy.path") -> decoder.DecoderConfig:
 
 
 def check_params(folder: str, config: decoder.DecoderConfig, key: str = "policy.path") -> None:
-    """Raise InputError as `load_params` would; headers are read, and an lm_head where there should be none."""
+    """Raise InputError as `load_params` would, and for a tensor that the model does not have; headers are read, and an
+    lm_head where there should be none.
+    """
     source, specs = _folder(folder, key), decoder.param_specs(config)
     source.check(specs)
     # Without its last layers a model still runs. What follows them may be an MTP head, which has an eh_proj.
-    following = f"model.layers.{config.layers}."
-    if following + _NORM in source.names() and following + "eh_proj.weight" not in source.names():
+    following, names = f"model.layers.{config.layers}.", source.names()
+    has_mtp = following + "eh_proj.weight" in names
+    if following + _NORM in names and not has_mtp:
         raise InputError(
             f"{key}: {folder}/config.json: num_hidden_layers={config.layers}, but the folder holds {following}{_NORM}"
         )
+    for name in source.beyond(specs):
+        if not (_BESIDE.fullmatch(name) or (has_mtp and name.startswith(following))):
+            raise InputError(
+                f"{key}: {folder} holds {name}, which its config.json ({config.family}) leaves no place for"
+            )
     # A folder may store the tied lm_head as well. One of its own would be lost without a word.
-    has_both = config.tied and _LM_HEAD in source.names()
+    has_both = config.tied and _LM_HEAD in names
     if has_both and not np.array_equal(source.tensor(_EMBEDDING), source.tensor(_LM_HEAD)):
         raise InputError(f"{key}: {folder}/config.json: tie_word_embeddings=true, but {_LM_HEAD} is not {_EMBEDDING}")
 
@@ -74,8 +93,8 @@ def save_params(
 def _folder(path: str, key: str) -> TensorFolder:
     # Folders are usually called checkpoints/<model>: name the command that downloads exactly this one.
     model = os.path.basename(os.path.normpath(path))
-    published = model.startswith("Qwen3-")
-    get_it = f"get it with `hf download Qwen/{model} --local-dir {path}`" if published else ""
+    publisher = next((name for start, name in _PUBLISHERS.items() if model.startswith(start)), "")
+    get_it = f"get it with `hf download {publisher}/{model} --local-dir {path}`" if publisher else ""
     return TensorFolder(path, key, get_it, prefix="model.")
 
 

@@ -22,7 +22,7 @@ def read_rope(raw: ConfigJson) -> Rope:
     scaling = file.rope_scaling or entry
     kind = scaling.rope_type or scaling.type or "default"
     if kind not in KEYS or (kind == "default" and scaling.factor is not None):
-        raise raw.error(f"asks for rope_scaling of type '{kind}'; only {' and '.join(KEYS)} are supported")
+        raise raw.error(f"asks for rope_scaling of type '{kind}'; only default, yarn and llama3 are supported")
     name = "rope_scaling" if file.rope_scaling else "rope_parameters"
     if unknown := sorted(raw.section(name).present() - COMMON - KEYS[kind]):
         raise raw.error(f"has {unknown[0]} in {name}, which positions of type '{kind}' do not read")

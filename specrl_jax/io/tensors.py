@@ -75,8 +75,7 @@ class TensorFolder:
 
     def check(self, specs: Specs) -> None:
         """Check from headers alone that every tensor of `specs` is present, floating point and of the right shape."""
-        shapes = [(spec, _hf_shape(spec)) for spec in jax.tree.leaves(specs)]
-        shapes_needed = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
+        shapes_needed = {name: _hf_shape(spec) for spec in jax.tree.leaves(specs) for name in _names(spec)}
         missing = sorted(shapes_needed.keys() - self._places.keys())
         if missing:
             raise InputError(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
@@ -112,6 +111,10 @@ class TensorFolder:
     def names(self) -> list[str]:
         """Return the name of every tensor."""
         return list(self._places)
+
+    def beyond(self, specs: Specs) -> list[str]:
+        """Return the names, sorted, of the tensors that `specs` do not have."""
+        return sorted(self._places.keys() - {name for spec in jax.tree.leaves(specs) for name in _names(spec)})
 
     def tensor(self, name: str) -> np.ndarray:
         """Read one tensor by its Hugging Face name."""
@@ -235,6 +238,11 @@ def hf_tensors(specs: Specs, params: Params, dtype: str) -> Iterable[tuple[str, 
 
 def _slice_name(spec: ParamSpec, index: tuple[int, ...]) -> str:
     return spec.hf_name.format(**dict(zip(("layer", "expert"), index)))
+
+
+def _names(spec: ParamSpec) -> list[str]:
+    """Return the names of the Hugging Face tensors of this leaf."""
+    return [_slice_name(spec, index) for index in np.ndindex(*_leading(spec))]
 
 
 def _leading(spec: ParamSpec) -> tuple[int, ...]:

@@ -126,6 +126,7 @@ CASES = [(module, case) for module, case in ENTRIES if not isinstance(case, RunB
 # What no size makes short: had not ended after 71 CPU seconds of a Zen 4.
 LONG = {"scale_projection.validate"}
 LARGE = 1 << 20  # bytes
+LONGEST = 600  # seconds of a command, on a slow machine
 
 
 def case_of(module, case):
@@ -230,8 +231,9 @@ def tree(tmp_path_factory):
 
 def start(tree, module, arguments):
     command = [sys.executable, "-m", f"experiments.{module}", *arguments.split()]
-    environment = process_environment() | {"PYTHONPATH": str(tree), "MPLBACKEND": "Agg"}
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    # Bytecode in the tree would change its folders, which are compared.
+    environment = process_environment() | {"PYTHONPATH": str(tree), "MPLBACKEND": "Agg", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST)
 
 
 def state(folder):

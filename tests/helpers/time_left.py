@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.helpers.file_scheduling import FileScheduling
+
 # Most valuable first, by the start of the path: laws of what is drawn and learned, then what users run, then tools.
 ORDER = (
     "tests/decoding/",
@@ -39,6 +41,10 @@ class TimeLeft:
 
     def pytest_collection_modifyitems(self, items):
         items.sort(key=value)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config, log):
+        return FileScheduling(config, log)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):

@@ -21,7 +21,18 @@ from specrl_jax.models.layers import count_params
 from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.interpreted import GPU
-from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
+from tests.helpers.policies import (
+    LLAMA,
+    QWEN2,
+    SMALL,
+    SMOLLM3,
+    compiled,
+    forward,
+    numpy_forward,
+    numpy_logprobs,
+    random_params,
+    row_positions,
+)
 
 TIED = dataclasses.replace(SMALL, tied=True)
 # Twelve tokens, and the last four are beyond what it was pretrained on.
@@ -43,6 +54,16 @@ PUBLISHED = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "qwen2p5_0p5b": 494_032_768,
+    "qwen2p5_1p5b": 1_543_714_304,
+    "qwen2p5_7b": 7_615_616_512,
+    "llama3p2_1b": 1_235_814_400,
+    "llama3p2_3b": 3_212_749_824,
+    "llama3p1_8b": 8_030_261_248,
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1p7b": 1_711_376_384,
+    "mimo_7b": 7_833_409_536 - 210_790_400,  # without its MTP layer
 }
 
 
@@ -134,12 +155,13 @@ def decode(rollout, config, tokens, blocks, partition, paged=None, **static):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monkeypatch):
+@pytest.mark.parametrize("sizes", [SMALL, QWEN2], ids=["qwen3", "qwen2"])
+def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(sizes, partition, monkeypatch):
     """Interpreted, with pages of bfloat16: queries and keys differ by a rounding of it where statistics do in float32.
 
     A rounding is 1 / 256 of a query; scores of unit normals, and so logits of this size, change by about as much.
     """
-    config, bf16 = dataclasses.replace(SMALL, head_dim=128, layers=2), jnp.dtype("bfloat16")
+    config, bf16 = dataclasses.replace(sizes, head_dim=128, layers=2), jnp.dtype("bfloat16")
     rollout, tokens = decoder.inference_params(random_params(config), config, bf16), draw_tokens(1, (2, 2))
     cache = kv.init_cache(
         config.layers, config.kv_heads, config.head_dim, shape=kv.PageShape(2, 16, bf16, platform="gpu")
@@ -187,7 +209,8 @@ def test_preset_has_the_published_number_of_active_parameters(name, active):
 
 
 def test_every_large_preset_has_a_published_number():
-    assert set(PUBLISHED) == {name for name in decoder.PRESETS if name.startswith("qwen3")}
+    families = ("qwen3_", "qwen2p5_", "llama3", "smollm2_", "mimo_")
+    assert set(PUBLISHED) == {name for name in decoder.PRESETS if name.startswith(families)}
 
 
 def test_every_hugging_face_name_belongs_to_one_weight():
@@ -206,7 +229,10 @@ def test_misspelt_preset_lists_those_there_are():
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, TIED, STRETCHED], ids=["untied", "tied", "stretched positions"], indirect=True
+    "config",
+    [SMALL, TIED, STRETCHED, QWEN2, LLAMA, SMOLLM3],
+    ids=["untied", "tied", "stretched positions", "qwen2", "llama", "smollm3"],
+    indirect=True,
 )
 def test_forward_matches_the_float64_formula(params, config, tokens, partition):
     logits = learner_logits(params, config, tokens, partition)
@@ -241,7 +267,7 @@ def graded_score(config, partition, **static):
     return jax.jit(jax.value_and_grad(lambda params, tokens: score(params, config, tokens, partition, **static)))
 
 
-@both_tables
+@pytest.mark.parametrize("config", [SMALL, TIED, QWEN2], ids=["untied", "tied", "qwen2"], indirect=True)
 def test_gradient_is_the_derivative_of_the_float64_formula(params, config, tokens, partition):
     """Along one random direction through every weight: a stop_gradient in the wrong place shows here."""
     _, gradient = graded_score(config, partition)(params, tokens)
@@ -379,19 +405,22 @@ def test_features_carry_no_gradient(remat, params, config, tokens, partition):
 # The inference layout
 
 
-@both_tables
+@pytest.mark.parametrize("config", [SMALL, TIED, QWEN2], ids=["untied", "tied", "qwen2"], indirect=True)
 def test_inference_params_keep_every_weight_bit_for_bit(params, rollout, config):
     group = config.heads // config.kv_heads
     for i, ours in enumerate(rollout["layers"]):
         w = {name: np.asarray(leaf[i]) for name, leaf in params["layers"].items()}
-        for head in range(config.heads):
-            np.testing.assert_array_equal(ours["qkv"][:, head // group, head % group], w["q"][:, head])
-        for head in range(config.kv_heads):
-            np.testing.assert_array_equal(ours["qkv"][:, head, group], w["k"][:, head])
-            np.testing.assert_array_equal(ours["qkv"][:, head, group + 1], w["v"][:, head])
+        for kind in ("", "_bias") if config.qkv_bias else ("",):
+            fused = ours[f"qkv{kind}"]
+            q, k, v = (w[f"{name}{kind}"] for name in "qkv")
+            for head in range(config.heads):
+                np.testing.assert_array_equal(fused[..., head // group, head % group, :], q[..., head, :])
+            for head in range(config.kv_heads):
+                np.testing.assert_array_equal(fused[..., head, group, :], k[..., head, :])
+                np.testing.assert_array_equal(fused[..., head, group + 1, :], v[..., head, :])
         np.testing.assert_array_equal(ours["gate"], w["gate"])
         np.testing.assert_array_equal(ours["up"], w["up"])
-        for name in ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "down"):
+        for name in ("attention_norm", "o", "mlp_norm", "down") + ("q_norm", "k_norm") * config.qk_norm:
             np.testing.assert_array_equal(ours[name], w[name])
     for name in ("embed", "final_norm"):
         np.testing.assert_array_equal(rollout[name], params[name])
@@ -419,8 +448,11 @@ def test_inference_params_have_the_declared_shapes_and_dtype(dtype, params, conf
         pytest.param(SMALL, (1,) * 12, 8, marks=pytest.mark.long),
         (TIED, (12,), 8),
         pytest.param(STRETCHED, (5, 1, 4, 1, 1), 4, marks=pytest.mark.long),
+        (QWEN2, (5, 1, 4, 1, 1), 4),
+        (LLAMA, (5, 1, 4, 1, 1), 4),
+        (SMOLLM3, (5, 1, 4, 1, 1), 4),
     ],
-    ids=["untied", "one by one", "tied", "stretched positions"],
+    ids=["untied", "one by one", "tied", "stretched positions", "qwen2", "llama", "smollm3"],
     indirect=["config"],
 )
 def test_cached_decode_is_the_full_forward(blocks, page, params, rollout, config, tokens, partition):
@@ -626,13 +658,14 @@ def test_stretched_positions_allow_longer_sequences():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [SMALL, QWEN2], ids=["qwen3", "qwen2"])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.long)], ids=str)
-def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
+def test_forward_on_a_mesh_is_the_forward_on_one_device(config, sizes, partition):
     data, fsdp, tensor = sizes
     mesh = make_mesh({"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor})
     spread = partitioner(mesh, LEARNER)
-    params, tokens = random_params(SMALL), draw_tokens(0, (8, T))
-    placed = jax.device_put(params, spread.shardings(decoder.param_specs(SMALL)))
-    logits = compiled(SMALL, spread)(placed, tokens, row_positions(tokens)).logits
+    params, tokens = random_params(config), draw_tokens(0, (8, T))
+    placed = jax.device_put(params, spread.shardings(decoder.param_specs(config)))
+    logits = compiled(config, spread)(placed, tokens, row_positions(tokens)).logits
     assert logits.sharding.is_equivalent_to(spread.sharding(("batch", "sequence", "vocab")), 3)
-    np.testing.assert_allclose(logits, learner_logits(params, SMALL, tokens, partition), **ROUNDING)
+    np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)

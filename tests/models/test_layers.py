@@ -126,7 +126,7 @@ def test_stretched_angles_are_those_of_the_paper(yarn):
     assert sin.dtype == cos.dtype == jnp.float32
     ones = np.concatenate([np.ones(64), np.zeros(64)])
     for t, position in enumerate(positions[0]):
-        turn = turned(ones, int(position), TURNS(1e6, 128, yarn))
+        turn = turned(ones, int(position), TURNS(Rope(1e6, yarn), 128))
         bound = 8 * 2.0**-24 * position + 2e-6
         np.testing.assert_allclose(cos[0, t, 0], turn[:64], atol=bound)
         np.testing.assert_allclose(sin[0, t, 0], turn[64:], atol=bound)
@@ -139,7 +139,7 @@ def test_stretched_angles_are_those_of_the_paper(yarn):
     assert abs(plain_sin[0, 4, 0, 63] * scale - sin[0, 4, 0, 63]) > 0.05
 
 
-TURNS = collections.namedtuple("Turns", ["rope_theta", "head_dim", "yarn"])
+TURNS = collections.namedtuple("Turns", ["rope", "head_dim"])
 
 
 def test_a_factor_of_one_stretches_nothing():
