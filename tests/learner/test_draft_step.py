@@ -102,8 +102,8 @@ def host_made_state(setup):
     partition = setup.learner.plan.learner_partition
     policy_specs, head_specs = decoder.param_specs(setup.learner.plan.model), setup.learner.plan.draft.specs
     policy, head = (jax.device_put(draw(specs, 1), partition.shardings(specs)) for specs in (policy_specs, head_specs))
-    # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
-    policy |= {"embed": 20 * policy["embed"]}
+    # As they are drawn, the tables are so small that the policy says every word alike, and there is nothing to learn.
+    policy |= {name: by * policy[name] for name, by in (("embed", 20), ("unembed", 3)) if name in policy}
     return RunState(
         init_state(policy, policy_specs, setup.learner.optimizer, partition=partition),
         init_state(head, head_specs, setup.learner.draft_optimizer, partition=partition),

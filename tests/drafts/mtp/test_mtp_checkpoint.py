@@ -144,6 +144,7 @@ def test_a_folder_of_mimo_has_policy_and_head_in_the_published_names(mimo, parti
     config = read_config(mimo / "h")
     assert config == read_config(mimo) and config["attention_bias"] is True and config["num_nextn_predict_layers"] == 1
     assert hf.load_config(str(mimo)) == MIMO
+    hf.check_params(str(mimo), MIMO)
     assert_same_trees(hf.load_params(str(mimo), MIMO, partition), random_policy(MIMO))
     head = mtp_formats.load_config(str(mimo), MIMO)
     assert (head.qk_norm, head.qkv_bias, head.aux_layers, head.zeroes_first) == (False, True, (MIMO.layers,), True)
