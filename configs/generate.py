@@ -1,4 +1,4 @@
-"""Generate without training, from any Qwen3 folder, with or without a draft.
+"""Generate without training, from any folder of a model, with or without a draft.
 
     python main.py --config configs/generate.py
     python main.py --config configs/generate.py --config.policy.path=FOLDER --config.data.tokenizer='' \

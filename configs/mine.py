@@ -1,9 +1,9 @@
-"""GRPO on your own Qwen3, data and reward, on one machine.
+"""GRPO on your own model, data and reward, on one machine.
 
     python main.py --config configs/mine.py --config.policy.path=DIR --config.data.path=FILE \
         --config.reward.name=FILE.py:function
 
-DIR is a local Hugging Face folder of a Qwen3 with its tokenizer, FILE a JSONL or Parquet file of prompts and answers,
+DIR is a local Hugging Face folder of a model with its tokenizer, FILE a JSONL or Parquet file of prompts and answers,
 or a folder of them. docs/own_model.md goes through it.
 
 What depends on the three is chosen at the start and printed: how the data is read, the longest prompt and response,

@@ -67,7 +67,7 @@ def check_options(options: "DraftOptions") -> None:
     if not kind.has_weights and options.path:
         raise InputError(f"draft.path={options.path}: draft.kind={name} has no weights to load; leave ''")
     if kind.own_sizes and not (options.path or options.preset):
-        raise InputError(f"draft.kind={name}: draft.path, a folder of a smaller Qwen3, or draft.preset is needed")
+        raise InputError(f"draft.kind={name}: draft.path, a folder of a smaller model, or draft.preset is needed")
     if options.preset and (options.path or not kind.own_sizes):
         raise InputError(f"draft.preset={options.preset}: it sizes a draft.kind=model without draft.path; leave ''")
     if not kind.has_weights and options.cascade:

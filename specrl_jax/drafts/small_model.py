@@ -1,4 +1,4 @@
-"""Draft with a smaller Qwen3 that has the target's vocabulary and a cache of its own."""
+"""Draft with a smaller model that has the target's vocabulary and a cache of its own."""
 
 import dataclasses
 

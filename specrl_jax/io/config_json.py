@@ -45,7 +45,7 @@ class Roped(Checked):
     max_position_embeddings: Positions | None = None
 
 
-class LayerSizes(Roped):
+class LayerFields(Roped):
     """The sizes of a decoder's layers, which drafts of such layers write too."""
 
     vocab_size: Size

@@ -10,7 +10,7 @@ from typing import Literal
 import pydantic
 
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import ConfigJson, Experts, Layers, LayerSizes, Positions, Size
+from specrl_jax.io.config_json import ConfigJson, Experts, Layers, LayerFields, Positions, Size
 from specrl_jax.io.rope_json import read_rope, rope_entries
 from specrl_jax.json_files import Checked
 from specrl_jax.models.decoder import DecoderConfig
@@ -18,7 +18,7 @@ from specrl_jax.models.decoder import DecoderConfig
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a model_type means, and what its config.json says beside sizes."""
+    """Say what a model_type means, and what its config.json has beside sizes."""
 
     architecture: str
     qk_norm: bool = False
@@ -61,7 +61,7 @@ _SIZES = {
 }
 
 
-class DecoderFile(LayerSizes):
+class DecoderFile(LayerFields):
     """The keys of a policy's config.json that are read."""
 
     tie_word_embeddings: bool | None = None
@@ -84,7 +84,7 @@ class DecoderFile(LayerSizes):
 
 
 class PositionsFile(Checked):
-    """Which layers have rotary positions: 1 in a list of all of them, or each but every so many."""
+    """Say which layers have rotary positions: 1 in a list of all of them, or each but every so many."""
 
     no_rope_layers: list[Literal[0, 1]] | None = None
     no_rope_layer_interval: Layers = 4
@@ -138,7 +138,7 @@ def _check_supported(raw: ConfigJson, file: DecoderFile, family: Family) -> None
         raise raw.error(f"asks for layers of {strange[0]}, which is not supported")
 
 
-def check_heads(raw: ConfigJson, file: LayerSizes) -> None:
+def check_heads(raw: ConfigJson, file: LayerFields) -> None:
     """Raise InputError where queries cannot share keys evenly, or rotary positions cannot pair a head's numbers."""
     if file.num_attention_heads % file.num_key_value_heads or file.head_dim % 2:
         raise raw.error(

@@ -1,4 +1,7 @@
-"""Optimizers of the policy and of a draft: AdamW, or Muon on matrices, behind a clip of the global gradient norm."""
+"""Optimizers of the policy and of a draft: AdamW, or Muon on matrices, behind a clip of the global gradient norm.
+
+Weight decay has no mask: norms and biases decay too.
+"""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Qwen3 and its parts: attention, cache, LM head, adapters."""
+"""The decoder and its parts: attention, cache, LM head, adapters."""

@@ -144,7 +144,7 @@ def load_generator(
     """Load a policy, and a draft for it, from local folders.
 
     Args:
-      policy: Hugging Face folder of a Qwen3, dense or mixture of experts.
+      policy: Hugging Face folder of a model (io/families.py).
       draft: draft.* of a config, with a path where the kind has weights; None: plain decoding.
       rollout: rollout.* of a config: sampling, lengths, sequences decoded at once.
       dtype: storage of the weights, float32 or bfloat16.

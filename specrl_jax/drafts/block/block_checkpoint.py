@@ -25,7 +25,7 @@ import pydantic
 from specrl_jax.core import Params
 from specrl_jax.drafts.block.block_network import BlockConfig, param_specs
 from specrl_jax.drafts.vocab_ids import read_ids, vocab_tensors
-from specrl_jax.io.config_json import ConfigJson, LayerSizes, Size
+from specrl_jax.io.config_json import ConfigJson, LayerFields, Size
 from specrl_jax.io.families import check_heads, hf_config
 from specrl_jax.io.rope_json import read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
@@ -52,7 +52,7 @@ class BlockFile(Checked):
     confidence_head_with_markov: bool = True
 
 
-class BlockSizes(LayerSizes):
+class BlockSizes(LayerFields):
     """The sizes of its layers."""
 
     attention_bias: bool = False

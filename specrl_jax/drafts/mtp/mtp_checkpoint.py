@@ -26,7 +26,7 @@ import numpy as np
 from specrl_jax.core import Params
 from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import LayerSizes
+from specrl_jax.io.config_json import LayerFields
 from specrl_jax.io.families import DecoderFile, hf_config
 from specrl_jax.io.rope_json import read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
@@ -191,7 +191,7 @@ def _check_config(folder: str, target: decoder.DecoderConfig) -> None:
     rope = read_rope(raw)
     found, wanted = file.model_dump() | {"rope_theta": rope.theta}, hf_config(target, "")
     # The head has the policy's tables, whether or not they are one.
-    for key in LayerSizes.model_fields.keys() & wanted.keys() - {"rope_scaling", "max_position_embeddings"}:
+    for key in LayerFields.model_fields.keys() & wanted.keys() - {"rope_scaling", "max_position_embeddings"}:
         if found[key] != wanted[key]:
             raise raw.error(f"has {key}={found[key]}, this policy has {wanted[key]}")
     # Plain positions are stretched with the policy's: the checkpoint does not state the lengths that it is served at.

@@ -176,7 +176,7 @@ AttendFused = Callable[[jax.Array, kv.Heads], jax.Array | None]
 
 
 class _OfLayer(NamedTuple):
-    """What differs by layer, beside its weights; with a leading [L] for all of them."""
+    """Arrays that differ by layer, beside its weights; with a leading [L] for all of them."""
 
     replayed: jax.Array | None  # [B, T, k], experts to take; None: the router's own
     turned: jax.Array | None  # [] bool, whether it has rotary positions; None: each has

@@ -140,9 +140,9 @@ def _of_a_twin(whole: Mapping[str, Leaf], quantized: Callable[[Leaf], Leaf]) -> 
 def unstacked(layers: Params) -> list[Params]:
     """Map the layers of the training layout, [L, ...], to those of the inference layout: a dict each, q/k/v fused."""
     stacked = {name: w for name, w in layers.items() if name not in FUSED}
-    stacked["qkv"] = _fused(*(layers[name] for name in "qkv"))
+    stacked["qkv"] = _fused(layers["q"], layers["k"], layers["v"])
     if "q_bias" in layers:
-        stacked["qkv_bias"] = _fused(*(layers[f"{name}_bias"] for name in "qkv"))
+        stacked["qkv_bias"] = _fused(layers["q_bias"], layers["k_bias"], layers["v_bias"])
     return [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(len(layers["q"]))]
 
 
