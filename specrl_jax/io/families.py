@@ -10,7 +10,7 @@ from typing import Literal
 import pydantic
 
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import ConfigJson, Experts, Layers, LayerFields, Positions, Size
+from specrl_jax.io.config_json import ConfigJson, Experts, LayerFields, Layers, Positions, Size
 from specrl_jax.io.rope_json import read_rope, rope_entries
 from specrl_jax.json_files import Checked
 from specrl_jax.models.decoder import DecoderConfig
