@@ -39,7 +39,7 @@ def workload_of(rollout: Any, share: float, prompts: int) -> Workload:
     """Return prompts of which a share are the demo's, in random order, and the most tokens of each answer."""
     rng = np.random.default_rng(0)
     known = bench.validation_prompts(prompts, rollout.tokenizer.encode, "walk")
-    digits = [rollout.tokenizer.encode("".join(map(str, rng.integers(10, size=12)))) for _ in range(prompts)]
+    digits = [rollout.tokenizer.encode_prompt("".join(map(str, rng.integers(10, size=12)))) for _ in range(prompts)]
     of_demo = rng.permutation(prompts) < share * prompts
     lengths = np.exp(np.log(MEDIAN) + SIGMA * rng.normal(size=prompts))
     limits = np.clip(lengths, 4, rollout.config.limits.max_response_tokens).astype(int)

@@ -83,7 +83,7 @@ def measure(parts: Parts, longest: int, learning: int, rounds: int) -> Iterator[
     programs = engine.compiled
     sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths if k <= longest}
     sides |= {ADAPTIVE: engine.controller(), PLAIN: None}
-    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
+    prompts = [parts.rollout.tokenizer.encode_prompt(problem.prompt) for problem in parts.problems.evaluation]
 
     def run(who: Any, seed: int) -> bench.Row:
         used = parts.rollout.plain_engine if who == PLAIN else engine

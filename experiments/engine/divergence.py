@@ -119,7 +119,7 @@ def main() -> None:
     seed = 0
     while min(found["tokens"] for found in result.values()) < a.tokens:
         problems = [source[(seed * a.slots + i) % len(source)] for i in range(a.slots)]
-        prompts = [plain.tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [plain.tokenizer.encode_prompt(problem.prompt) for problem in problems]
         rollouts = {
             kind: g.engine.generate(g.weights, prompts, SAMPLES, seed=seed, lengths=g.lengths)
             for kind, g in generators.items()

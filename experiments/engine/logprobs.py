@@ -53,7 +53,7 @@ def measure(parts: Parts) -> bench.Row:
     """Return quantiles (nats) of |engine's - learner's| over all response tokens, and KL by the k3 estimator."""
     state = initial_state(parts.learner)
     weights, _ = prepare(parts.learner, parts.rollout, state)
-    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
+    prompts = [parts.rollout.tokenizer.encode_prompt(problem.prompt) for problem in parts.problems.evaluation]
     rows, behaviour = rollout_rows(
         parts.rollout.engine.generate(weights, prompts, GROUP, seed=0), parts.rollout.tokenizer.pad_id
     )

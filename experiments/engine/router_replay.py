@@ -59,7 +59,7 @@ def measure(parts: Parts, seed: int) -> bench.Row:
     """Return nats of |engine's - learner's| over all response tokens, and KL by the k3 estimator."""
     state = initial_state(parts.learner)
     weights, _ = prepare(parts.learner, parts.rollout, state)
-    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
+    prompts = [parts.rollout.tokenizer.encode_prompt(problem.prompt) for problem in parts.problems.evaluation]
     drawn = parts.rollout.engine.generate(weights, prompts, GROUP, seed=seed)
     n = len(drawn.length)
     training_batch = TrainingBatch(drawn, np.zeros(n, np.float32), np.ones(n, bool))

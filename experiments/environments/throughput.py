@@ -78,7 +78,7 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
     asked, turns = begin_conversations(
         scorer, config, tokenizer, problems=problems, samples=8, step=seed, waiting=lambda: None
     )
-    prompts, start = [tokenizer.encode(problem.prompt) for problem in asked], time.perf_counter()
+    prompts, start = [tokenizer.encode_prompt(problem.prompt) for problem in asked], time.perf_counter()
     found = rollout.engine.generate(weights, prompts, 8, seed=seed, options=CallOptions(turns=turns))
     seconds = time.perf_counter() - start
     computed = int(found.prefilled.sum() + found.policy_tokens.sum()) / int(found.length.sum())

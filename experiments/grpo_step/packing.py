@@ -35,7 +35,7 @@ def make_training_batch(parts: Parts, weights: Any) -> TrainingBatch:
     s = parts.learner.plan.config
     source = TaskSource(s.data.task, "train", s.seed)
     problems = next(ProblemStream([source], s.grpo.prompts_per_step, s.seed))
-    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in problems]
+    prompts = [parts.rollout.tokenizer.encode_prompt(problem.prompt) for problem in problems]
     rollouts = parts.rollout.engine.generate(weights, prompts, s.grpo.group_size, seed=0)
     advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
     return TrainingBatch(rollouts, advantages, np.ones(len(advantages), bool))

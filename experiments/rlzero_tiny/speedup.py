@@ -56,7 +56,7 @@ def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.n
     config = dataclasses.replace(s, draft=dataclasses.replace(s.draft, length=k))
     config = dataclasses.replace(config, rollout=dataclasses.replace(s.rollout, num_slots=slots))
     rollout = make_rollout(make_plan(config, parts.learner.plan.learner_partition.mesh))
-    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation][:PROMPTS]
+    prompts = [rollout.tokenizer.encode_prompt(problem.prompt) for problem in parts.problems.evaluation][:PROMPTS]
     return measure_speedup(
         rollout.engine, rollout.plain_engine, weights, work=Workload(prompts, 1, seed=0), rounds=rounds
     )

@@ -182,7 +182,7 @@ class Reader:
         """Return the tokens of a prompt; of one that has far too many, without encoding it, (fewer, " or more")."""
         if (fewest := len(prompt) // TOKEN_CHARACTERS) > self.max_prompt_tokens:
             return fewest, " or more"
-        return len(encode_row(where, prompt, self.tokenizer)), ""
+        return len(encode_row(where, prompt, self.tokenizer.encode_prompt)), ""
 
 
 def parse_problem(
@@ -225,10 +225,10 @@ def _with_shown(prompt: str | Messages, content: dict[str, object], schema: Sche
     return f"{prompt}\n\n{shown}" if isinstance(prompt, str) and isinstance(shown, str) and shown.strip() else prompt
 
 
-def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of a row's text. Raises InputError naming the row if it cannot be encoded."""
+def encode_row(where: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the token ids of a row's text. Raises InputError naming the row if `encode` cannot encode it."""
     try:
-        return tokenizer.encode(text)
+        return encode(text)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 

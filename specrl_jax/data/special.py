@@ -26,10 +26,11 @@ class PromptText(str):
     """
 
     literal: tuple[Span, ...]  # ascending
+    chat: bool  # written by the chat template of a tokenizer that puts ids before other prompts
 
-    def __new__(cls, text: str, literal: Iterable[Span] = ()) -> "PromptText":
+    def __new__(cls, text: str, literal: Iterable[Span] = (), chat: bool = False) -> "PromptText":
         self = super().__new__(cls, text)
-        self.literal = tuple(literal)
+        self.literal, self.chat = tuple(literal), chat
         return self
 
 
@@ -53,8 +54,9 @@ def rendered(build: Callable[[list[str]], str], texts: Sequence[str], special: S
     """
     spans_of_texts = [literal_spans(text, special) for text in texts]
     names = sorted({text[a:b] for text, spans in zip(texts, spans_of_texts) for a, b in spans})
+    chat = any(isinstance(text, PromptText) and text.chat for text in texts)
     if not names:
-        return PromptText(build(list(texts)))
+        return PromptText(build(list(texts)), chat=chat)
     stand_ins = dict(zip(names, unused_characters("".join(texts))))
     hidden = build([_replaced(text, spans, stand_ins) for text, spans in zip(texts, spans_of_texts)])
     back, out, literal, length = {c: name for name, c in stand_ins.items()}, [], [], 0
@@ -63,7 +65,7 @@ def rendered(build: Callable[[list[str]], str], texts: Sequence[str], special: S
         if part in back:
             literal.append((length, length + len(out[-1])))
         length += len(out[-1])
-    return PromptText("".join(out), literal)
+    return PromptText("".join(out), literal, chat)
 
 
 def unused_characters(text: str) -> Iterable[str]:
@@ -90,24 +92,27 @@ def with_strings(content: Any, texts: list[str]) -> Any:
 
 
 def recorded(prompt: str) -> dict[str, object]:
-    """Return the entries of a prompt in a row of rollouts; `prompt_literal` only where it has such places."""
-    spans = prompt.literal if isinstance(prompt, PromptText) else ()
-    return {"prompt": prompt} | ({"prompt_literal": [list(span) for span in spans]} if spans else {})
+    """Return the entries of a prompt in a row of rollouts; those beside its text only where they say something."""
+    prompt = prompt if isinstance(prompt, PromptText) else PromptText(prompt)
+    details = {"prompt_literal": [list(span) for span in prompt.literal], "prompt_chat": prompt.chat}
+    return {"prompt": prompt} | {name: value for name, value in details.items() if value}
 
 
 class RecordedPrompt(Checked):
     """The entries that `recorded` writes."""
 
     prompt_literal: list[Annotated[list[int], pydantic.Field(min_length=2, max_length=2)]] | None = None
+    prompt_chat: bool = False
 
 
 def read_recorded(prompt: str, content: Mapping[str, object], where: str) -> PromptText:
     """Return the prompt of a row that `recorded` wrote, as the policy read it. Raises InputError naming the row."""
-    spans = check(RecordedPrompt, content, where).prompt_literal or []
+    recorded_prompt = check(RecordedPrompt, content, where)
+    spans = recorded_prompt.prompt_literal or []
     edges = [edge for span in spans for edge in span]
     if edges != sorted(edges) or any(not 0 <= edge <= len(prompt) for edge in edges):
         raise InputError(f"{where}: prompt_literal={spans}: ascending places in the prompt are needed")
-    return PromptText(prompt, [(a, b) for a, b in spans])
+    return PromptText(prompt, [(a, b) for a, b in spans], recorded_prompt.prompt_chat)
 
 
 def _replaced(text: str, spans: Sequence[Span], by: dict[str, str]) -> str:

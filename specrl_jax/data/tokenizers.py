@@ -4,8 +4,6 @@ import functools
 import json
 import os
 import string
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Protocol
 
@@ -14,13 +12,13 @@ import tokenizers
 
 from specrl_jax.data.chats import ChatTemplate, Messages
 from specrl_jax.data.special import PromptText, Span, literal_spans, unused_characters
+from specrl_jax.data.tokenizer_trial import KEY, read_tokenizer, try_folder
 from specrl_jax.errors import InputError
-from specrl_jax.json_files import CONFIG_BYTES, TOKENIZER_BYTES, Checked, Model, check, read_json, read_text
+from specrl_jax.json_files import CONFIG_BYTES, Checked, Model, check, read_json, read_text
 
-_KEY = "data.tokenizer: "
-TRIAL_SECONDS = 30.0  # Qwen3's takes 2
 # A vocabulary is padded to a multiple of 128, or to a share of it more: 0.2 % in Qwen3.
 PADDING, PADDED_SHARE = 127, 1 / 16
+_CUT = "\U0010fffe\U0010ffff"  # noncharacters of Unicode, which texts do not hold
 
 
 class Ends(Protocol):
@@ -38,6 +36,10 @@ class Tokenizer(Ends, Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return ids; control tokens are among them only where `text` is a PromptText that has them."""
+        ...
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Return the ids of a whole prompt, with those that the tokenizer puts before a text that no template wrote."""
         ...
 
     def decode(self, ids: list[int]) -> str: ...
@@ -71,6 +73,10 @@ class CharTokenizer:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise InputError(f"the character tokenizer knows printable ASCII only, not {error} in {text!r}") from None
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Return `encode(prompt)`."""
+        return self.encode(prompt)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`, without pad and eos, and with '?' for ids beyond the characters."""
@@ -153,11 +159,14 @@ class HFTokenizer:
         marked = {i: token.content for i, token in added.items() if token.special or i in ends}
         self.control: Mapping[int, str] = {i: text for i, text in marked.items() if text}
         self.special = tuple(self.control.values())
+        # What the post-processor puts before a text, here of one token; what it may add behind would end a prompt.
+        whole = self._tokenizer.encode(next(iter(self.special), ""))
+        self._start_ids = whole.ids[: [*whole.special_tokens_mask, 0].index(0)] if self.special else []
         source = _chat_template(folder, self._settings)
         try:
             self._template = None if source is None else ChatTemplate(source, self._tokens, self.special)
         except InputError as error:
-            raise InputError(f"{_KEY}{folder}: {str(error).removeprefix(_KEY)}") from None
+            raise InputError(f"{KEY}{folder}: {str(error).removeprefix(KEY)}") from None
         self.has_chat_template = self._template is not None
 
     def encode(self, text: str) -> list[int]:
@@ -173,6 +182,13 @@ class HFTokenizer:
             reason = " ".join(str(error).split())
             raise InputError(f"the tokenizer cannot encode the text: {reason}") from None
 
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Return the ids of a prompt, behind those that the post-processor puts before a text, as a BOS."""
+        ids, start = self.encode(prompt), self._start_ids
+        # A chat template writes these itself, or means to have none; data.template may have written them.
+        written = (isinstance(prompt, PromptText) and prompt.chat) or ids[: len(start)] == start
+        return ids if written else start + ids
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -181,7 +197,7 @@ class HFTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
         if "ByteLevel" not in (decoder.get("type"), *(part["type"] for part in decoder.get("decoders", []))):
-            raise InputError(f"{_KEY}what a token adds to a text is known of byte-level tokenizers only")
+            raise InputError(f"{KEY}what a token adds to a text is known of byte-level tokenizers only")
         bytes_of_tokens, of_character = [b""] * self.vocab_size, _byte_of_character()
         for text, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
@@ -194,7 +210,8 @@ class HFTokenizer:
         """Return `ChatTemplate.prompt`; `thinking` is Qwen3's enable_thinking."""
         if self._template is None:
             raise InputError("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
-        return self._template.prompt(messages, thinking)
+        prompt = self._template.prompt(messages, thinking)
+        return PromptText(prompt, prompt.literal, chat=bool(self._start_ids))
 
     def _encode_around(self, text: str, literal: Sequence[Span]) -> list[int]:
         """Encode the control tokens of a prompt, and the text between them as content."""
@@ -206,13 +223,14 @@ class HFTokenizer:
         ids, end = list[int](), 0
         for token, (a, b) in zip(whole.ids, whole.offsets):
             if token in self.control:
-                ids += [*self._encode_content(text[end:a]), token]
+                ids += [*self._encode_content(text[end:a], end > 0), token]
                 end = b
-        return ids + self._encode_content(text[end:])
+        return ids + self._encode_content(text[end:], end > 0)
 
-    def _encode_content(self, text: str) -> list[int]:
-        ids = self._content_tokenizer.encode(text, add_special_tokens=False).ids
-        if not self.control.keys().isdisjoint(ids):
+    def _encode_content(self, text: str, inside: bool = False) -> list[int]:
+        """Encode content; `inside`: behind a control token, where Mistral's tokenizer adds no space."""
+        ids = self._content_tokenizer.encode(_CUT * inside + text, add_special_tokens=False).ids[inside:]
+        if _CUT in text or not self.control.keys().isdisjoint(ids):
             raise InputError("the text of a special token is content, and the tokenizer has no other ids for it")
         return ids
 
@@ -221,6 +239,7 @@ class HFTokenizer:
         """Return a copy without special tokens, since the option is the object's; made when needed."""
         copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         copy.add_special_tokens(list(self.special))  # an end-of-text token may not be marked as special
+        copy.add_tokens([tokenizers.AddedToken(_CUT, normalized=False)])
         copy.encode_special_tokens = True  # the library's name for encoding their text as any other
         return copy
 
@@ -249,31 +268,14 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def read_tokenizer(path: str) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json. Raises InputError, also for one that would change or shorten texts."""
-    text = read_text(path, TOKENIZER_BYTES, _KEY)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{_KEY}cannot read {path}: {' '.join(str(error).split())}") from None
-    if not tokenizer.get_vocab_size():
-        raise InputError(f"{_KEY}{path} has no tokens")
-    if dropout := getattr(tokenizer.model, "dropout", None):
-        raise InputError(f"{_KEY}{path}: model.dropout={dropout}: null is needed, else ids are drawn at random")
-    # Options of batches, which transformers does not take from the file either.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def _read_optional(model: type[Model], folder: str, name: str) -> Model:
     path = os.path.join(folder, name)
-    return check(model, read_json(path, prefix=_KEY) if os.path.exists(path) else {}, f"{_KEY}{path}")
+    return check(model, read_json(path, prefix=KEY) if os.path.exists(path) else {}, f"{KEY}{path}")
 
 
 def _chat_template(folder: str, settings: Settings) -> str | None:
     path = os.path.join(folder, "chat_template.jinja")
-    return read_text(path, CONFIG_BYTES, _KEY) if os.path.exists(path) else settings.template()
+    return read_text(path, CONFIG_BYTES, KEY) if os.path.exists(path) else settings.template()
 
 
 def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
@@ -324,23 +326,3 @@ def check_covers(tokenizer: Tokenizer, name: str, policy_vocab: int) -> None:
             f"data.tokenizer: '{name}' has {tokenizer.vocab_size} ids, the policy's vocabulary {policy_vocab}: what it "
             "says could not be read; choose the policy's own tokenizer"
         )
-
-
-def try_folder(folder: str, seconds: float = TRIAL_SECONDS) -> None:
-    """Load a folder's tokenizer and use it in a process of its own, under limits: its file is a stranger's.
-
-    Raises InputError.
-    """
-    command = [sys.executable, "-m", "specrl_jax.data.tokenizer_trial", folder]
-    # One thread each: what threads reserve would count against the memory limit.
-    single = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    environment = os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        raise InputError(f"{_KEY}{folder}: the tokenizer did not end within {seconds:g} s") from None
-    if done.returncode == 1 and done.stdout.startswith(_KEY):
-        raise InputError(done.stdout.strip())
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1][:200]
-        raise InputError(f"{_KEY}{folder}: the tokenizer ends the process that tries it: {last}")

@@ -153,7 +153,7 @@ def _responses(
         drawn = next(stream)
 
         def generate(drawn: list[Problem] = drawn, first_id: int = first_id) -> Texts:
-            prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
+            prompts = [rollout.tokenizer.encode_prompt(problem.prompt) for problem in drawn]
             engine, noise = rollout.plain_engine, rollout.config.seed + ANSWERS_SEED_OFFSET
             found = engine.generate(
                 weights,
@@ -214,7 +214,8 @@ def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[Tokeniz
         row = row._replace(content=row.content | {data.prompt_key: read_recorded(read, row.content, row.where)})
     problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer=tokenizer)
     special = holds_special(row.where, problem.answer, tokenizer, special_tokens=data.special_tokens)
-    prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
+    prompt = encode_row(row.where, problem.prompt, tokenizer.encode_prompt)
+    answer = encode_row(row.where, problem.answer, tokenizer.encode)
     return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
 
@@ -235,7 +236,7 @@ def recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, *, vocab:
     # A recorded text is without its end-of-text.
     if row.content.get(RESPONSE) not in (tokenizer.decode(tokens), tokenizer.decode(tokens[:-1])):
         raise InputError(f"{row.where}: 'tokens' are not those of '{RESPONSE}'; take them out where the text is new")
-    read = encode_row(row.where, read_recorded(prompt, row.content, row.where), tokenizer)
+    read = encode_row(row.where, read_recorded(prompt, row.content, row.where), tokenizer.encode_prompt)
     return TokenizedAnswer(read, tokens, written)
 
 

@@ -172,7 +172,7 @@ def held_out_acceptance(
 ) -> StepMetrics:
     """Return spec/* of one response to each validation problem, at the full draft length."""
     weights, _ = prepare(learner, rollout, state)
-    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems.evaluation]
+    prompts = [rollout.tokenizer.encode_prompt(problem.prompt) for problem in problems.evaluation]
     rollouts = rollout.engine.generate(weights, prompts, 1, seed=rollout.config.seed, on_progress=display.update_phase)
     return speculation_metrics(rollouts)
 

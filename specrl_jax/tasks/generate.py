@@ -106,7 +106,7 @@ class Generator:
         Raises InputError for a prompt that is empty or too long.
         """
         texts = [p if isinstance(p, str) else self.tokenizer.apply_chat_template(p) for p in prompts]
-        encoded = [self.tokenizer.encode(text) for text in texts]
+        encoded = [self.tokenizer.encode_prompt(text) for text in texts]
         start = time.perf_counter()
         rollouts = self.engine.generate(
             self.weights, encoded, samples, seed=seed, on_progress=on_progress, lengths=self.lengths

@@ -141,7 +141,7 @@ def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Pa
 
     Rows are as long as the longest solution that there may be. Raises InputError where a worked solution does not fit.
     """
-    prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+    prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
     solutions = [solution_tokens(problem.solution, tokenizer) for problem in problems]
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, solutions, strict=True)])
     if (longest := lengths.max()) > packing.limit:

@@ -166,7 +166,8 @@ def _schemas(config: Config, detects: bool) -> Config:
 
 def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer) -> DataSizes:
     """Measure prompts and worked solutions."""
-    prompts, worked = ([len(tokenizer.encode(text)) for text in some] for some in (texts, filter(None, solutions)))
+    prompts = [len(tokenizer.encode_prompt(text)) for text in texts]
+    worked = [len(tokenizer.encode(text)) for text in solutions if text]
     return DataSizes(len(prompts), max(prompts, default=0), len(worked), longest_solution=max(worked, default=0))
 
 

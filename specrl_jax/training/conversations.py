@@ -264,7 +264,7 @@ def _opened(opening: Opening, outcome: Outcome, tokenizer: Tokenizer, *, format:
     data = [text for text in system if literal_spans(text, tokenizer.special)]
     try:
         prompt = format.prompt(outcome.messages, data)
-        if not 0 < (length := len(tokenizer.encode(prompt))) <= longest:
+        if not 0 < (length := len(tokenizer.encode_prompt(prompt))) <= longest:
             raise InputError(f"they have {length} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}")
     except InputError as error:
         row = f"the first messages of the row {opening.problem.prompt[:60]!r}"

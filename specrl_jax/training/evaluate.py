@@ -151,7 +151,7 @@ def _own_answers(
     )
     found = engine.generate(
         weights,
-        [rollout.tokenizer.encode(problem.prompt) for problem in asked],
+        [rollout.tokenizer.encode_prompt(problem.prompt) for problem in asked],
         samples,
         seed=rollout.config.seed + EVAL_SEED_OFFSET,
         options=CallOptions(first_id=share.group.start * samples, turns=turns),

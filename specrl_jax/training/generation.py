@@ -271,7 +271,7 @@ class RolloutGenerator:
         self, problems: Sequence[Problem], ids: np.ndarray, began: Published, turns: Conversations | None = None
     ) -> Callable[[Published, Continuation[Weights]], Rollouts]:
         """Return what calls the engine for the rollouts of some problems, which began under a policy's drafts."""
-        prompts = [self._rollout.tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [self._rollout.tokenizer.encode_prompt(problem.prompt) for problem in problems]
         lengths, history = self._speculation.as_of(began.observed)
 
         def call(policy: Published, how: Continuation[Weights]) -> Rollouts:

@@ -86,7 +86,7 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
         too few validation problems.
     """
     if config.task == "generate" and (prompts := config.generate.prompts):
-        check_prompts([tokenizer.encode(text) for text in prompts], config.rollout.max_prompt_tokens or LONGEST)
+        check_prompts([tokenizer.encode_prompt(text) for text in prompts], config.rollout.max_prompt_tokens or LONGEST)
         return Problems(config, [], {"generate.prompts": [Problem(text, "", "") for text in prompts]})
     files, mistakes, training = _Files(config, tokenizer, most), Mistakes(), list[Source]()
     with mistakes.check():
@@ -109,7 +109,7 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
         problems.stream(1)  # checks the weights of the files
         checked += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
     longest = config.rollout.max_prompt_tokens or LONGEST
-    check_prompts([tokenizer.encode(problem.prompt) for problem in checked], longest)
+    check_prompts([tokenizer.encode_prompt(problem.prompt) for problem in checked], longest)
     for line in files.reports if most is None else ():
         print(printable(line))
     return problems

@@ -34,7 +34,7 @@ class Workload(NamedTuple):
 def step_workload(rollout: RolloutEngines, problems: Sequence[Problem]) -> Workload:
     """Return as many rollouts of `problems` as a training step has."""
     config = rollout.plan.config
-    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[: config.grpo.prompts_per_step]]
+    prompts = [rollout.tokenizer.encode_prompt(problem.prompt) for problem in problems[: config.grpo.prompts_per_step]]
     return Workload(prompts, config.grpo.group_size, config.rollout.seed)
 
 

@@ -155,7 +155,7 @@ def test_a_special_token_without_other_ids_is_refused(folder):
     words.save(str(folder / "tokenizer.json"))
     write(folder, "generation_config.json", {"eos_token_id": 0})
     with pytest.raises(InputError, match="f:1: the text of a special token is content, and the tokenizer has no other"):
-        encode_row("f:1", "</s>", HFTokenizer(str(folder)))
+        encode_row("f:1", "</s>", HFTokenizer(str(folder)).encode)
 
 
 def read(path, tokenizer, **options):

@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from specrl_jax.data import renderer
+from specrl_jax.data import tokenizer_trial as trial
 from specrl_jax.data import tokenizers as ours
 from specrl_jax.data.prompts import PromptFormat, Reader
 from specrl_jax.data.schemas import Schema
-from specrl_jax.data.tokenizers import HFTokenizer, load_tokenizer, try_folder
+from specrl_jax.data.tokenizer_trial import try_folder
+from specrl_jax.data.tokenizers import HFTokenizer, load_tokenizer
 from specrl_jax.errors import InputError
 from tests.helpers.tokenizers import QWEN_TEMPLATE, write
 
@@ -73,8 +75,8 @@ def test_a_file_that_is_none(name, kind, folder, monkeypatch):
     path.unlink(missing_ok=True)
     if kind in ("latin", "large"):
         path.write_bytes(b'{"a": "\xff"}' if kind == "latin" else b'"' + b"a" * 2000 + b'"')
-        for limit in ("CONFIG_BYTES", "TOKENIZER_BYTES") if kind == "large" else ():
-            monkeypatch.setattr(ours, limit, 1000)
+        for module, limit in ((ours, "CONFIG_BYTES"), (trial, "TOKENIZER_BYTES")) if kind == "large" else ():
+            monkeypatch.setattr(module, limit, 1000)
         if kind == "large" and name not in ("tokenizer.json", "chat_template.jinja"):
             path.write_bytes(b" " * 5 * 2**20)
     else:
@@ -181,7 +183,7 @@ def test_each_row_has_the_limits_too_and_the_next_one_is_rendered(folder, hasty)
 
 
 def test_a_tokenizer_that_does_not_end_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(ours.try_folder, "__defaults__", (0.01,))
+    monkeypatch.setattr(trial.try_folder, "__defaults__", (0.01,))
     assert "the tokenizer did not end within 0.01 s" in refusal(lambda: load_tokenizer(str(folder), VOCAB))
 
 

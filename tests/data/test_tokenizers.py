@@ -152,7 +152,7 @@ def test_the_token_that_completes_a_character_has_it(tokenizer):
 
 
 def test_ids_are_those_of_the_library_with_nothing_around_them(folder, bpe):
-    """A post-processor that adds a first token belongs to models that were trained with it; the template writes it."""
+    """Of any text but a whole prompt: only that gets what a post-processor adds (test_tokenizer_families)."""
     added = tokenizers.Tokenizer.from_str(bpe.to_str())
     added.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 300)]

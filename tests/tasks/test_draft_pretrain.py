@@ -106,7 +106,7 @@ def test_the_ids_are_those_that_the_texts_use_most(made):
     weights, _ = prepare(setup.learner, setup.rollout, start)
     stream, noise = setup.problems.stream(4), setup.config.rollout.seed + ANSWERS_SEED_OFFSET
     for wave in range(3):
-        prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in next(stream)]
+        prompts = [setup.rollout.tokenizer.encode_prompt(problem.prompt) for problem in next(stream)]
         rollouts = setup.rollout.plain_engine.generate(
             weights, prompts, 4, seed=noise, options=CallOptions(first_id=16 * wave)
         )

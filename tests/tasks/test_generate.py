@@ -144,7 +144,7 @@ def test_chat_messages_go_through_the_template(folders):
     generator = load(folders, "none")
     template = types.SimpleNamespace(
         apply_chat_template=lambda messages: "".join(message["content"] for message in messages) + "=",
-        **{name: getattr(generator.tokenizer, name) for name in ("encode", "decode", "eos_ids", "pad_id")},
+        **{name: getattr(generator.tokenizer, name) for name in ("encode_prompt", "decode", "eos_ids", "pad_id")},
     )
     changed = dataclasses.replace(generator, tokenizer=template)
     out = changed.generate([[{"role": "user", "content": "1+1"}], "1+1="], samples=2)

@@ -65,7 +65,7 @@ def test_the_base_solves_few_problems_and_greedily_fewer(run, weights, carried):
 
 def test_the_head_drafts_for_the_base(run, weights, carried):
     """The noise is fixed, so this is one fixed number; the bound is what the head was made for."""
-    prompts = [run.rollout.tokenizer.encode(problem.prompt) for problem in run.problems.evaluation[:64]]
+    prompts = [run.rollout.tokenizer.encode_prompt(problem.prompt) for problem in run.problems.evaluation[:64]]
     rollouts = run.rollout.engine.generate(weights, prompts, 1, seed=0)
     assert speculation_metrics(rollouts)["spec/acceptance_length"] > carried.acceptance_length
 
