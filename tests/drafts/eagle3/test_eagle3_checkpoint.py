@@ -16,7 +16,7 @@ from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.formats import write_head
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
-from specrl_jax.models.rotary import Rope, Yarn
+from specrl_jax.models.rotary import Llama3Scaling, Rope, Yarn
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
 from tests.helpers.heads import VARIANTS, random_params, torch_layout
 
@@ -337,7 +337,8 @@ def test_what_is_written_of_norm_output(saved, tmp_path):
 def test_scaled_positions(dialect, changes, copy):
     folder = copy(dialect)
     edit_config(folder, *sizes_at(dialect), **changes)
-    assert ("lacks 'factor'" if "yarn" in str(changes) else "rope_scaling of type") in refusal(folder)
+    stretched = "yarn" in str(changes) or "llama3" in str(changes)
+    assert ("lacks 'factor'" if stretched else "rope_scaling of type") in refusal(folder)
 
 
 @dialects
@@ -367,6 +368,12 @@ def test_positions_that_are_the_heads_own(dialect, changes, copy):
     edit_config(folder, *sizes_at(dialect), **changes)
     own = dataclasses.replace(HEAD, rope=Rope(1e4, Yarn(32.0, 2048)))
     assert load_config(folder) == load_config(folder, stretched) == own
+
+
+def test_a_head_of_llama_3_1_has_its_positions(copy):
+    folder, scaling = copy("sglang"), {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+    edit_config(folder, rope_scaling=scaling | {"low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    assert load_config(folder) == dataclasses.replace(HEAD, rope=Rope(1e4, Llama3Scaling(8.0, 32)))
 
 
 @dialects

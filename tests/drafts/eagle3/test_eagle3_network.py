@@ -14,7 +14,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import count_params
-from specrl_jax.models.rotary import Rope, Yarn
+from specrl_jax.models.rotary import Llama3Scaling, Rope, Yarn
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import own_pages
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
@@ -65,6 +65,11 @@ def test_the_head_of_a_mixture_of_experts_is_dense(name, width):
 def test_a_new_head_has_plain_positions():
     head = eagle3.eagle3_config(dataclasses.replace(TARGET, rope=Rope(300.0, Yarn(4.0, 16))), 16)
     assert head.rope == Rope(300.0)
+
+
+def test_a_new_head_has_the_positions_of_the_pretraining():
+    rope = Rope(300.0, Llama3Scaling(8.0, 16))
+    assert eagle3.eagle3_config(dataclasses.replace(TARGET, rope=rope), 16).rope == rope
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 41])
