@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,11 +13,11 @@ from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.families import FAMILIES
 from specrl_jax.models import decoder
-from specrl_jax.models.rotary import Rope
+from specrl_jax.models.rotary import Llama3Scaling, Rope
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config
-from tests.helpers.policies import LLAMA, QWEN2, SMOLLM3, random_params
+from tests.helpers.policies import LLAMA, QWEN2, SMALL, SMOLLM3, compiled, random_params, row_positions
 
 MISTRAL = dataclasses.replace(LLAMA, rope=Rope(1e6), family="mistral")
 MIMO = dataclasses.replace(QWEN2, family="mimo")
@@ -217,6 +218,54 @@ def test_another_family_of_the_same_sizes_is_refused(tmp_path):
     folder = save(tmp_path, QWEN2)
     edit_config(folder, model_type="llama")
     assert "k_proj.bias" in refusal(lambda: hf.check_params(str(folder), hf.load_config(str(folder))))
+
+
+def odd_shape(family, seed):
+    """A small policy of a family: every size, factor and base drawn, head_dim not embed / heads in most."""
+    rng = np.random.default_rng([seed, *family.encode()])
+    kv_heads, group, head_dim = (int(rng.choice(sizes)) for sizes in ((1, 2, 3), (1, 2, 4), (6, 8, 10, 16)))
+    layers, theta = int(rng.integers(1, 5)), float(rng.choice([1e4, 1e5, 6.4e5, 1e6]))
+    scaling = Llama3Scaling(float(rng.choice([8.0, 32.0])), int(rng.choice([8, 24]))) if family == "llama" else None
+    return dataclasses.replace(
+        POLICIES.get(family, SMALL),
+        vocab=int(rng.integers(30, 60)),
+        embed=2 * int(rng.integers(8, 20)),
+        layers=layers,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=int(rng.integers(20, 50)),
+        tied=bool(rng.integers(2)),
+        rope=Rope(theta, scaling if seed % 3 else None),
+        norm_epsilon=float(rng.choice([1e-5, 1e-6])),
+        no_rope_layers=tuple(i for i in range(layers) if rng.integers(2)) if family == "smollm3" else (),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "smollm3", "mistral"])
+def test_logits_of_odd_shapes_are_those_of_transformers(family, tmp_path, partition):
+    """14 of each, written by us, read by transformers and by us: float32, or stored in bfloat16, in one file or more.
+
+    1e-4 of the largest logit; a summing order changes 1e-6 of it.
+    """
+    reason = "pip install -r requirements-parity.txt brings this test back"
+    transformers = pytest.importorskip("transformers", reason=reason)
+    torch = pytest.importorskip("torch", reason=reason)
+    for seed in range(14):
+        policy, folder = odd_shape(family, seed), str(tmp_path / str(seed))
+        stored = "bfloat16" if seed % 4 == 3 else "float32"
+        hf.save_params(folder, random_params(policy, seed), policy, dtype=stored)
+        assert hf.load_config(folder) == policy
+        hf.check_params(folder, policy)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+        tokens = np.random.default_rng(seed).integers(0, policy.vocab, (2, 40))
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor(tokens)).logits.numpy()
+        params = hf.load_params(folder, policy, partition, dtype=jnp.float32)
+        ours = jnp.asarray(tokens, jnp.int32)
+        logits = compiled(policy, partition)(params, ours, row_positions(ours)).logits
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=str(policy))
 
 
 @pytest.mark.slow

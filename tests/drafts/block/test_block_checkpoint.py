@@ -110,7 +110,7 @@ def test_slots_that_a_format_cannot_state_are_saved_as_speculators(kind, tmp_pat
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_drafter_with_layers_of_its_own_is_read_back(kind, dialect, tmp_path):
     """Beside a policy with experts and stretched positions."""
-    own = {"heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "rope_theta": 300.0, "norm_epsilon": 1e-3, "yarn": None}
+    own = {"heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "rope": Rope(300.0), "norm_epsilon": 1e-3}
     target = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(4.0, 64)), experts=4, experts_per_token=2, dense_mlp=20)
     config, folder = dataclasses.replace(CONFIGS[kind], **own), str(tmp_path)
     draft, params = BlockDraft(config, dialect or OWN[kind]), drawn_params(network.param_specs(config))
