@@ -106,8 +106,8 @@ def test_uneven_split_of_a_parameter_names_the_axis():
 def test_every_preset_splits_over_a_small_mesh(name):
     config = decoder.preset(name)
     mesh = make_mesh(ONE | {"data": 2, "fsdp": 2, "tensor": 2})
-    if config.kv_heads % 2:  # SmolLM2's smaller two
-        with pytest.raises(InputError, match=rf"^mesh\.tensor=2: cannot split the .* of size {config.kv_heads} into 2"):
+    if config.kv_heads % 2:  # of SmolLM2's smaller two
+        with pytest.raises(InputError, match=rf"^mesh\.tensor=2: cannot split the .* axis of size \d+ into 2"):
             partitioner(mesh, ROLLOUT).shardings(decoder.inference_specs(config))
         return
     shardings = partitioner(mesh, LEARNER).shardings(decoder.param_specs(config))
