@@ -108,7 +108,7 @@ def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
 def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator[bench.Row]:
     """Return one row per k, over equal prompts and noise."""
     weights, _ = prepare(parts.learner, parts.rollout, state)
-    prompts = bench.validation_prompts(problems, parts.rollout.tokenizer.encode, task)
+    prompts = bench.validation_prompts(problems, parts.rollout.tokenizer.encode_prompt, task)
     for k in K:
         rollouts = parts.rollout.engine.generate(weights, prompts, 1, seed=1, lengths=FixedLength(k))
         verifications = int(rollouts.verifications.sum())

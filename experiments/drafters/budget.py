@@ -38,7 +38,7 @@ MEDIAN, SIGMA = 30, 0.7  # of the tokens of an answer, log-normal, at most the d
 def workload_of(rollout: Any, share: float, prompts: int) -> Workload:
     """Return prompts of which a share are the demo's, in random order, and the most tokens of each answer."""
     rng = np.random.default_rng(0)
-    known = bench.validation_prompts(prompts, rollout.tokenizer.encode, "walk")
+    known = bench.validation_prompts(prompts, rollout.tokenizer.encode_prompt, "walk")
     digits = [rollout.tokenizer.encode_prompt("".join(map(str, rng.integers(10, size=12)))) for _ in range(prompts)]
     of_demo = rng.permutation(prompts) < share * prompts
     lengths = np.exp(np.log(MEDIAN) + SIGMA * rng.normal(size=prompts))

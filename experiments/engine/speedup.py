@@ -41,7 +41,7 @@ def load(a: argparse.Namespace, kind: str, dtype: str, rule: str, slots: int) ->
 
 def measure(plain: Generator, drafted: Generator, lengths: list[int], slots: int, rounds: int) -> Iterator[bench.Row]:
     """Measure the rows of one cell; k is 'none' for the plain engine."""
-    prompts = bench.validation_prompts(max(64, 8 * slots), drafted.tokenizer.encode)
+    prompts = bench.validation_prompts(max(64, 8 * slots), drafted.tokenizer.encode_prompt)
     sides = {PLAIN: (plain, None)} | {k: (drafted, FixedLength(k)) for k in lengths}
 
     def run(k: int | str, seed: int) -> bench.Row:

@@ -118,7 +118,7 @@ class RolloutGenerator:
         if exact:
             self._lookahead = LookaheadBuffer(
                 self._upcoming,
-                rollout.tokenizer.encode,
+                rollout.tokenizer.encode_prompt,
                 self._grpo,
                 lag=config.pipeline.lag,
                 last=config.steps,

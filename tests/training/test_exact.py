@@ -1,17 +1,21 @@
 """Whole runs under `pipeline.weight_update=exact`: to the last bit those whose rollouts begin with their weights."""
 
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from configs import rlzero_tiny
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import lookahead_buffer, loop
+from specrl_jax.training.generation import Published, RolloutGenerator
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import assert_refused, lower_case, make_run, saved, train, untimed
 
@@ -59,6 +63,22 @@ def test_evaluations_by_an_engine_of_their_own_take_no_tokens_of_earlier_weights
     assert apart.engine.config.earlier == "verify" and apart.eval_engine.compiled is not apart.engine.compiled
     assert apart.eval_engine.config.earlier == apart.greedy_engine.config.earlier == ""
     assert not apart.eval_engine.config.versions
+
+
+def test_a_prompt_that_begins_early_has_the_start_that_the_tokenizer_puts_before_it(tmp_path, monkeypatch):
+    """As in its own step, which else could keep little of what was drawn early."""
+    monkeypatch.setattr(CharTokenizer, "encode_prompt", lambda self, prompt: [2, *self.encode(prompt)])
+    run, begun = run_of(tmp_path, "sync, 1 ahead"), []
+    engine = SimpleNamespace(begin=lambda _, later, *__, **___: begun.extend(later.prompts))
+    generation = RolloutGenerator(
+        dataclasses.replace(run.rollout, engine=engine),
+        run.problems.stream(4),
+        run.scorer,
+        speculation=SimpleNamespace(as_of=lambda _: (None, None)),
+        on_progress=lambda *_: None,
+    )
+    generation.begin(1, Published(None, None, 0), until=lambda: True)
+    assert len(begun) == 4 and begun == [CharTokenizer().encode_prompt(problem.prompt) for problem in generation.draw()]
 
 
 @pytest.fixture(scope="module")
