@@ -107,7 +107,7 @@ def test_every_preset_splits_over_a_small_mesh(name):
     config = decoder.preset(name)
     mesh = make_mesh(ONE | {"data": 2, "fsdp": 2, "tensor": 2})
     if config.kv_heads % 2:  # of SmolLM2's smaller two
-        with pytest.raises(InputError, match=rf"^mesh\.tensor=2: cannot split the .* axis of size \d+ into 2"):
+        with pytest.raises(InputError, match=r"^mesh\.tensor=2: cannot split the .* axis of size \d+ into 2"):
             partitioner(mesh, ROLLOUT).shardings(decoder.inference_specs(config))
         return
     shardings = partitioner(mesh, LEARNER).shardings(decoder.param_specs(config))
