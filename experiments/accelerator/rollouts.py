@@ -48,19 +48,14 @@ def make_sides(sizes: Sizes, tail: LongTail, lengths: tuple[int, ...], device: j
 
 
 def sides_of(
-    sizes: Sizes,
-    policy: DecoderConfig,
-    work: live_work.Work,
-    shrinks: int,
-    lengths: tuple[int, ...],
-    device: jax.Device,
+    sizes: Sizes, policy: DecoderConfig, work: live_work.Work, most: int, lengths: tuple[int, ...], device: jax.Device
 ) -> Sides:
-    """Build both engines for given rollouts, with so many smaller batch sizes at most."""
+    """Build both engines for given rollouts, with so many smaller batch sizes at `most`."""
     oracle = OracleDraft(head_of(policy, sizes).config)
     # The policy follows tokens of the draft's vocabulary.
     work = work._replace(prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts])
     limits = live_work.engine_config(work, lookup=False, page_tokens=sizes.page)
-    limits = dataclasses.replace(limits, sizes=limits.sizes[:shrinks])
+    limits = dataclasses.replace(limits, sizes=limits.sizes[:most])
     plain = build(policy, limits, sizes.dtype, device)
     return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, lengths), work)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.models import decoder
+from specrl_jax.models.decoder import DecoderConfig, ModelInputs, forward
 from specrl_jax.sharding import Partitioner
 
 ROWS = 16  # of a forward pass
@@ -42,20 +42,15 @@ def position_disagreements(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "partition"))
-def _logprobs(params: Params, tokens: jax.Array, model: decoder.DecoderConfig, partition: Partitioner) -> jax.Array:
+def _logprobs(params: Params, tokens: jax.Array, model: DecoderConfig, partition: Partitioner) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits = decoder.forward(params, model, decoder.ModelInputs(tokens, positions), partition=partition).logits
+    logits = forward(params, model, ModelInputs(tokens, positions), partition=partition).logits
     assert logits is not None  # no targets
     return jax.nn.log_softmax(logits)
 
 
 def disagreement(
-    older: Params,
-    newer: Params,
-    model: decoder.DecoderConfig,
-    partition: Partitioner,
-    rollouts: Rollouts,
-    kept: np.ndarray,
+    older: Params, newer: Params, model: DecoderConfig, partition: Partitioner, rollouts: Rollouts, kept: np.ndarray
 ) -> Disagreement:
     """Compare two policies at every position of the older one's rollouts that was verified.
 
@@ -68,7 +63,6 @@ def disagreement(
     """
     places = np.arange(rollouts.tokens.shape[1])[None] - rollouts.prompt_length[:, None]
     tested = (places >= 0) & (places < np.minimum(kept + 1, rollouts.response_length)[:, None])
-
     total, count = np.zeros(4), 0
     for first in range(0, len(tested), ROWS):
         rows = slice(first, first + ROWS)

@@ -229,7 +229,7 @@ def odd_shape(family, seed):
     return dataclasses.replace(
         POLICIES.get(family, SMALL),
         vocab=int(rng.integers(30, 60)),
-        embed=2 * int(rng.integers(8, 20)),
+        embed=kv_heads * group * int(rng.integers(4, 9)),  # Llama's config asks for a multiple
         layers=layers,
         heads=kv_heads * group,
         kv_heads=kv_heads,
