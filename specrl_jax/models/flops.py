@@ -41,7 +41,7 @@ def matmul_weights(c: DecoderConfig) -> int:
 
 
 def parameters(c: DecoderConfig) -> int:
-    """Count all weights except norms."""
+    """Count all weights except norms and biases."""
     return (
         matmul_weights(c)
         + 3 * c.layers * c.embed * c.mlp * max(0, c.experts - c.experts_per_token)
