@@ -186,7 +186,8 @@ class Async:
         def found() -> _Turn:
             if self._closed or self._devices.waiting:
                 return _Turn.CLOSE if self._closed else _Turn.LEND
-            return _Turn.GENERATE if oldest in self._published else _Turn.BEGIN
+            # Rollouts in flight may have taken a newer policy, and released the oldest.
+            return _Turn.GENERATE if max(self._published, default=0) >= oldest else _Turn.BEGIN
 
         with self._changed:
             self._changed.wait_for(lambda: begins or found() != _Turn.BEGIN)

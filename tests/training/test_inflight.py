@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import threading
+import time
 
 import jax
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.training.async_pipeline import Async
+from specrl_jax.training.devices import Devices
 from specrl_jax.training.inflight import WeightUpdates
 from tests.helpers.training import assert_refused, saved, train, untimed
 from tests.training.test_exact import STEPS, forget, no_evaluation, run_of
+from tests.training.test_pipeline import Recorder
 
 assert no_evaluation  # a fixture of every test
 RECORD = "weight_updates_0.jsonl"
@@ -44,6 +48,32 @@ def test_a_damaged_record_is_refused_in_one_line(tmp_path):
     (tmp_path / RECORD).write_text('{"step": 1, "chunk": "x", "policy": 1}\n')
     with pytest.raises(InputError, match=RECORD + ":1: chunk="):
         WeightUpdates(str(tmp_path / "no"), str(tmp_path), 1, agree=alone)
+
+
+def test_a_step_begins_though_the_one_before_has_released_its_oldest_policy(tmp_path):
+    """Step 2 takes policy 2 in flight; step 3 might still have begun under policy 1, and no other comes before it."""
+    begun = threading.Event()
+
+    class InFlight(Recorder):
+        def generate(self, step, problems, policy, *, newer):
+            if step == 2:
+                begun.set()
+            while step == 2 and newer() is None:
+                time.sleep(0.001)
+            return super().generate(step, problems, policy, newer=newer)
+
+    updates = WeightUpdates(str(tmp_path), "", 1, agree=alone)
+    generation = InFlight()
+    pipeline = Async(generation, 2, steps=range(1, 4), devices=Devices(), updates=updates)
+    pipeline.publish(1, 1)
+    assert begun.wait(10)
+    pipeline.publish(2, 2)
+    pipeline.take(2)
+    ends = time.monotonic() + 10
+    while not pipeline.ready(3) and time.monotonic() < ends:
+        time.sleep(0.001)
+    pipeline.close()
+    assert generation.used == {1: 1, 2: 1, 3: 2}
 
 
 def in_flight(folder, **pipeline):
