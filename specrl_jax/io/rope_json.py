@@ -28,8 +28,9 @@ def read_rope(raw: ConfigJson) -> Rope:
         raise raw.error(f"has {unknown[0]} in {name}, which positions of type '{kind}' do not read")
     if kind == "default":
         return Rope(theta)
-    read = _read_yarn if kind == "yarn" else _read_llama3
-    return Rope(theta, read(raw, scaling, file.max_position_embeddings))
+    if kind == "llama3":
+        return Rope(theta, _read_llama3(raw, scaling))
+    return Rope(theta, _read_yarn(raw, scaling, file.max_position_embeddings))
 
 
 def _read_yarn(raw: ConfigJson, entry: RopeEntry, positions: int | None) -> Yarn:
@@ -53,7 +54,7 @@ def _read_yarn(raw: ConfigJson, entry: RopeEntry, positions: int | None) -> Yarn
     )
 
 
-def _read_llama3(raw: ConfigJson, entry: RopeEntry, positions: int | None) -> Llama3Scaling:
+def _read_llama3(raw: ConfigJson, entry: RopeEntry) -> Llama3Scaling:
     """Read Llama 3's stretch, which states all of its numbers."""
     needed = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     factor, original, low, high = (getattr(entry, name) for name in needed)
