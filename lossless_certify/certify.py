@@ -1,0 +1,185 @@
+"""Certify a sampler: run the checks of `cases`, each with as many draws as its error rates need."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lossless_certify.block import Sampler
+from lossless_certify.cases import CASES, PAIRS, TAGS, Case, Pair
+from lossless_certify.distributions import accepted_distribution, joint, sampling_probs, sequences, softmax, spread
+from lossless_certify.driver import Emitted, Keys, WrongTokensError, drive
+from lossless_certify.errors import InputError
+from lossless_certify.exact import EXACT
+from lossless_certify.report import Report, Result
+from lossless_certify.statistics import Rates, compare, draws_needed
+from lossless_certify.toys import Toy, complete, make_toy
+
+FALSE_ALARM = 1e-6  # of all comparisons together
+DISTANCES = {"default": 0.01, "quick": 0.04}  # total variation that is found with chance 0.99
+ROWS = 1 << 14  # of a block
+RULES = ("rejection", "block")
+
+
+def certify_sampler(
+    sampler: Sampler,
+    *,
+    level: str = "default",
+    seed: int = 0,
+    minutes: float | None = None,
+    name: str = "",
+    stop_at_first: bool = False,
+    progress: Callable[[Result], None] = lambda result: None,
+) -> Report:
+    """Compare what a sampler emits with the target's own distribution, in every check that it has an interface for.
+
+    Args:
+      level: "default" finds a total variation of 0.01, "quick" one of 0.04.
+      minutes: time to spend instead; the report states which total variation is found with it.
+      stop_at_first: end at the first check that fails.
+      progress: called with each result.
+
+    Raises:
+      InputError: the sampler does not fit.
+    """
+    skips = _skips(sampler)
+    checks = [check for check in (*CASES, *PAIRS) if not skips & set(check.needs)]
+    rule = getattr(sampler, "rule", None)
+    comparisons = len(checks) + sum(isinstance(check, Case) and check.counts for check in checks if rule in RULES)
+    rates = Rates(FALSE_ALARM / comparisons)
+    distance = DISTANCES[level] if minutes is None else _affordable(sampler, checks, rates, 60 * minutes, seed)
+    report = Report(name or type(sampler).__name__, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates)
+    report.untested = [f"{tag}: {TAGS[tag]}" for tag in sorted(skips)]
+    if not hasattr(sampler, "draft"):
+        report.untested.append("independence of draft noise: the sampler has no `draft`")
+    for check in (*EXACT, *checks):
+        for result in _results(sampler, check, skips, rule, distance=distance, rates=rates, seed=seed):
+            report.results.append(result)
+            progress(result)
+            if stop_at_first and not result.passed:
+                return report
+    return report
+
+
+def _skips(sampler: Sampler) -> set[str]:
+    """Return the tags of checks that the sampler has no interface for."""
+    if not callable(getattr(sampler, "verify", None)):
+        raise InputError(f"{type(sampler).__name__} has no method `verify`, which a sampler needs")
+    skips = set(getattr(sampler, "skips", ()))
+    if skips - set(TAGS):
+        raise InputError(f"skips has {sorted(skips - set(TAGS))}, of which nothing is known; there are {sorted(TAGS)}")
+    return skips
+
+
+def _results(sampler: Sampler, check: Any, skips: set[str], rule: str | None, **options: Any) -> Iterator[Result]:
+    start = time.monotonic()
+    try:
+        if isinstance(check, Case):
+            made = _compare_case(sampler, check, rule, **options)
+        elif isinstance(check, Pair):
+            made = _compare_pair(sampler, check, **options)
+        else:
+            made = check(sampler, skips, seed=options["seed"])
+        for result in made:
+            result.seconds, start = time.monotonic() - start, time.monotonic()
+            yield result
+    except WrongTokensError as error:
+        yield Result(getattr(check, "name", "exact checks"), False, str(error), seconds=time.monotonic() - start)
+
+
+def _compare_case(
+    sampler: Sampler, case: Case, rule: str | None, *, distance: float, rates: Rates, seed: int
+) -> Iterator[Result]:
+    """Compare the emitted tokens of a case; of a named rule the number of accepted ones, too."""
+    toy, draws = toy_of(case, seed), draws_needed(case.outcomes, case.coarser * distance, rates)
+    conditionals = [toy.conditionals(case.length, setting) for setting in case.settings]
+    texts = np.stack([joint(x).ravel() for x in conditionals]) / case.variants
+    probs = np.repeat(texts, case.variants // len(texts), axis=0)
+    indices, accepted = [], []
+    for keys, rng in _batches(sampler, case.name, draws, seed):
+        emitted = drive(sampler, case, toy, keys, rng)
+        indices.append(_indices(emitted, case, toy, conditionals, rng))
+        accepted.append(emitted.accepted)
+    yield Result.of(case.name, compare(np.concatenate(indices), probs, rates))
+    if case.counts and rule in RULES:
+        wanted = accepted_probs(rule, case, toy)
+        yield Result.of(f"{case.name}: accepted tokens of `{rule}`", compare(np.concatenate(accepted), wanted, rates))
+
+
+def _compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates, seed: int) -> Iterator[Result]:
+    """Compare what two verifications emit together with the product of their distributions."""
+    case, indices = pair.case, []
+    toy, draws = toy_of(case, seed), draws_needed(pair.outcomes, distance, rates)
+    conditionals = toy.conditionals(case.length, case.settings[0])
+    beside = pair.request == pair.seed == pair.position == 0
+    for keys, rng in _batches(sampler, pair.name, draws * (1 + beside), seed):
+        # Even seeds with odd requests, odd positions with even requests: one more and one less is exclusive or, too.
+        request = 2 * keys.request + (pair.request < 0)
+        both = [Keys(request, 2 * keys.seed)]
+        if beside:
+            both = [keys]
+        else:
+            both.append(Keys(request + pair.request, 2 * keys.seed + pair.seed, both[0].position + pair.position))
+        found = [_indices(drive(sampler, case, toy, k, rng), case, toy, [conditionals], rng) for k in both]
+        first, second = (found[0][0::2], found[0][1::2]) if beside else found
+        outside = (first >= case.outcomes) | (second >= case.outcomes)
+        indices.append(np.where(outside, pair.outcomes, first * case.outcomes + second))
+    alone = joint(conditionals).ravel()
+    yield Result.of(pair.name, compare(np.concatenate(indices), np.outer(alone, alone), rates))
+
+
+def toy_of(case: Case, seed: int) -> Toy:
+    """Return the toy of a case."""
+    return make_toy(case.kind, case.V, seed, reduced=case.reduced, vocabulary=case.vocabulary, end=case.end)
+
+
+def accepted_probs(rule: str, case: Case, toy: Toy) -> np.ndarray:
+    """Return the distribution [k + 1] of the number of drafted tokens that a rule keeps, over all drafts."""
+    drafts, setting = sequences(case.V, case.k), case.settings[0]
+    nodes = [np.zeros(len(drafts), np.int64)]
+    for place in drafts.T:
+        nodes.append(toy.step(nodes[-1], place))
+    path = np.stack(nodes, axis=1)
+    p = sampling_probs(toy.target[path], setting.temperature, setting.top_k, setting.top_p)
+    q = spread(softmax(toy.draft[path[:, :-1]] / setting.temperature), toy.draft_ids, case.V)
+    mass = np.prod(np.take_along_axis(q, drafts[..., None], axis=-1)[..., 0], axis=1)
+    return mass @ accepted_distribution(rule, p, q, drafts)
+
+
+def _indices(
+    emitted: Emitted, case: Case, toy: Toy, conditionals: list[list[np.ndarray]], rng: np.random.Generator
+) -> np.ndarray:
+    """Return the outcome of each row: its variant and its first tokens, completed by the target's own samples."""
+    index, texts = np.zeros(len(emitted.count), np.int64), case.V**case.length
+    places = toy.places(emitted.tokens[:, : case.length])
+    for turn, of_setting in enumerate(conditionals):
+        rows = slice(turn, None, len(conditionals))
+        index[rows] = complete(places[rows], emitted.count[rows], of_setting, end=toy.end, rng=rng)
+    return np.where(index == texts, case.outcomes, emitted.variant * texts + index)
+
+
+def _batches(sampler: Sampler, name: str, draws: int, seed: int) -> Iterator[tuple[Keys, np.random.Generator]]:
+    """Yield keys of rows that no other batch of the check has, at least `draws` in all, in blocks of one size."""
+    size = min(ROWS, draws + draws % 2)
+    rng = np.random.default_rng([seed, *name.encode()])
+    for batch in range(-(-draws // size)):
+        yield Keys(np.arange(batch * size, (batch + 1) * size) + 1, seed + 1), rng
+
+
+def _affordable(sampler: Sampler, checks: Iterable[Case | Pair], rates: Rates, seconds: float, seed: int) -> float:
+    """Return the total variation that all checks find in so many seconds, by one block of each."""
+    needed = 0.0
+    for check in checks:
+        case, times = (check.case, 2) if isinstance(check, Pair) else (check, 1)
+        keys, rng = next(_batches(sampler, check.name, 1 << 10, seed))
+        drive(sampler, case, toy_of(case, seed), keys, rng)  # compiles what is compiled
+        start = time.monotonic()
+        drive(sampler, case, toy_of(case, seed), keys, rng)
+        needed += (
+            times * (time.monotonic() - start) / len(keys.request) * draws_needed(check.outcomes, case.coarser, rates)
+        )
+    distance = (needed / seconds) ** 0.5
+    if distance > 0.5:
+        raise InputError(f"{seconds / 60:.3g} minutes, where at least {4 * needed / 60:.3g} are wanted by this sampler")
+    return distance

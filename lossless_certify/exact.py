@@ -1,0 +1,65 @@
+"""Checks without statistics: greedy tokens, and noise that is a function of its keys."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from lossless_certify.block import Block, Sampler
+from lossless_certify.cases import Case
+from lossless_certify.driver import Keys, make_block, verify
+from lossless_certify.report import Result
+from lossless_certify.toys import Sampling, make_toy
+
+ROWS = 1 << 10
+
+
+def check_greedy(sampler: Sampler, skips: set[str], *, seed: int) -> Iterator[Result]:
+    """At temperature 0 the emitted tokens are the target's likeliest, whatever was drafted."""
+    if "greedy" not in skips:
+        block = _block(sampler, Case("greedy", k=3, settings=(Sampling(0.0),)), seed)
+        tokens, count = verify(sampler, block)
+        best = block.target_logits.argmax(axis=-1)
+        right = ((tokens == best) | (np.arange(4) >= count[:, None])).all(axis=1)
+        yield _result("greedy tokens", right, "rows with a token that is not the likeliest")
+
+
+def check_noise(sampler: Sampler, skips: set[str], *, seed: int) -> Iterator[Result]:
+    """A row's tokens depend on its own keys and arrays alone: not on the call, its place, or the other rows."""
+    if "seeds" in skips:
+        return
+    block = _block(sampler, Case("noise", V=5, k=3), seed)
+    first, rng = verify(sampler, block), np.random.default_rng(seed)
+    yield _result("one seed twice", _same(first, verify(sampler, block)), "rows that differ")
+    if "batches" not in skips:
+        order = rng.permutation(len(block.request))
+        moved = verify(sampler, block.rows(order))
+        yield _result("rows in another order", _same([x[order] for x in first], moved), "rows that differ")
+        others = _block(sampler, Case("noise", V=5, k=3), seed + 1)
+        even = np.arange(len(order)) % 2 == 0
+        columns = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
+        for name, column in columns.items():
+            if isinstance(column, np.ndarray):
+                mask = even.reshape(-1, *[1] * (column.ndim - 1))
+                columns[name] = np.where(mask, column, getattr(others, name))
+        mixed = verify(sampler, Block(**columns | {"request": np.where(even, block.request, block.request + 9999)}))
+        yield _result("rows among others", _same(first, mixed)[even], "rows that differ")
+
+
+EXACT: tuple[Callable[..., Iterator[Result]], ...] = (check_greedy, check_noise)
+
+
+def _block(sampler: Sampler, case: Case, seed: int) -> Block:
+    keys, node = Keys(np.arange(ROWS) + 1, seed + 1), np.arange(ROWS)  # another text in each row
+    rng, position = np.random.default_rng(seed), np.arange(ROWS, dtype=np.int32) % 50
+    return make_block(sampler, case, make_toy("random", case.V, seed), keys, position, node, node, rng)[0]
+
+
+def _same(a: tuple[np.ndarray, np.ndarray] | list[np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return [B] bool, rows that emit the same."""
+    emitted = np.arange(a[0].shape[1]) < a[1][:, None]
+    return (a[1] == b[1]) & ((a[0] == b[0]) | ~emitted).all(axis=1)
+
+
+def _result(name: str, right: np.ndarray, wrong: str) -> Result:
+    return Result(name, bool(right.all()), f"{(~right).sum()} of {len(right)} {wrong}", draws=len(right))

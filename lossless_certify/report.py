@@ -1,0 +1,82 @@
+"""Verdicts: what was compared, and what came out; as JSON and as a page."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from lossless_certify.statistics import Comparison, Rates
+
+
+@dataclasses.dataclass
+class Result:
+    """One check."""
+
+    name: str
+    passed: bool
+    statistic: str
+    draws: int = 0
+    detectable: float = 0.0  # total variation that is found with chance 1 - Rates.miss; 0: compared exactly
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, name: str, compared: Comparison) -> "Result":
+        """Return the result of a comparison of distributions."""
+        return cls(name, compared.passed, compared.statistic, compared.draws, compared.detectable)
+
+
+@dataclasses.dataclass
+class Report:
+    """All checks of a sampler or an engine."""
+
+    name: str
+    seed: int
+    distance: float
+    false_alarm: float  # of all checks together
+    rates: Rates  # of each
+    results: list[Result] = dataclasses.field(default_factory=list)
+    untested: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Result]:
+        """Return the checks that failed."""
+        return [result for result in self.results if not result.passed]
+
+    @property
+    def passed(self) -> bool:
+        """Return whether there are checks, and none failed."""
+        return bool(self.results) and not self.failed
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict in one line."""
+        if not self.passed:
+            return f"NOT LOSSLESS: {self.name} fails {len(self.failed)} of {len(self.results)} checks"
+        return f"{self.name} passes all {len(self.results)} checks"
+
+    def to_json(self) -> str:
+        """Return the report as a JSON object."""
+        fields: dict[str, Any] = dataclasses.asdict(self)
+        return json.dumps({"verdict": self.verdict, "passed": self.passed, **fields}, indent=1)
+
+    def to_markdown(self) -> str:
+        """Return the report as a page."""
+        found = max((r.detectable for r in self.results), default=0.0)
+        lines = [
+            f"# {self.verdict}",
+            "",
+            f"A right one fails any check with a chance of at most {self.false_alarm:.0e}. A distribution that is "
+            f"{math.ceil(found * 1000) / 1000:g} off in total variation is found with chance {1 - self.rates.miss:g}. "
+            f"Seed {self.seed}, {sum(r.draws for r in self.results):,} draws, "
+            f"{sum(r.seconds for r in self.results):.0f} s.",
+            "",
+            "| check | verdict | statistic | draws | finds | seconds |",
+            "|---|---|---|---|---|---|",
+        ]
+        for r in self.results:
+            finds = f"{r.detectable:.3f}" if r.detectable else "exact"
+            verdict = "passed" if r.passed else "**FAILED**"
+            lines.append(f"| {r.name} | {verdict} | {r.statistic} | {r.draws:,} | {finds} | {r.seconds:.1f} |")
+        if self.untested:
+            lines += ["", "Not tested:", "", *(f"* {line}" for line in self.untested)]
+        return "\n".join(lines) + "\n"
