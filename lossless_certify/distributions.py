@@ -76,7 +76,7 @@ def flat_index(tokens: np.ndarray, V: int) -> np.ndarray:
 
 
 def rejection_chances(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-    """Return the chances [N, k] of `rejection` to keep drafts [N, k], given p [N, k + 1, V] and q [N, k, V] on its path.
+    """Return the chances [N, k] to keep each of drafts [N, k], given p [N, k + 1, V] and q [N, k, V] along them.
 
     Leviathan, Kalman, Matias 2211.17192: min(1, p(x) / q(x)); 0 where the draft never drafts x.
     """

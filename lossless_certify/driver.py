@@ -126,7 +126,7 @@ def verify(sampler: Sampler, block: Block) -> tuple[np.ndarray, np.ndarray]:
     """
     B, k = block.draft_tokens.shape
     most = getattr(sampler, "max_rows", None) or B
-    if B > most:
+    if most < B:
         parts = [verify(sampler, block.rows(np.arange(i, min(i + most, B)))) for i in range(0, B, most)]
         return tuple(np.concatenate(columns) for columns in zip(*parts))
     answer = sampler.verify(block)

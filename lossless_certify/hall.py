@@ -159,7 +159,7 @@ class ReusedUniform(RightSampler):
 
 
 class ProductBlock(RightSampler):
-    """A block rule that compares the product of ratios with the product of uniforms, and leaves the residual as it is."""
+    """A block rule that compares products of ratios and of uniforms, with the residual of `rejection`."""
 
     def keep_block(self, block: Block, p: np.ndarray, q: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drafted = np.arange(q.shape[1]) < block.num_drafted[:, None]
