@@ -6,7 +6,7 @@ has one of them not names it in `skips`, and the report says that the check was 
 
 import dataclasses
 
-from lossless_certify.toys import Sampling
+from lossless_certify.toys import Setting
 
 TAGS = {
     "one-hot drafts": "drafts without probabilities (n-gram, suffix, argmax)",
@@ -41,7 +41,7 @@ class Case:
     k: int = 2
     length: int = 3
     blocks: int = 1
-    settings: tuple[Sampling, ...] = (Sampling(),)
+    settings: tuple[Setting, ...] = (Setting(),)
     drafts: str = "sampled"
     lengths: str = "full"
     reduced: int = 0
@@ -88,8 +88,8 @@ class Pair:
         return self.case.outcomes**2
 
 
-GREEDY, COLD, WARM = Sampling(0.0), Sampling(0.5), Sampling(2.0)
-ALL_THREE = Sampling(0.7, 3, 0.8)
+GREEDY, COLD, WARM = Setting(0.0), Setting(0.5), Setting(2.0)
+ALL_THREE = Setting(0.7, 3, 0.8)
 CASES = (
     Case("one block"),
     Case("a draft flatter than the target", "flat draft"),
@@ -104,8 +104,8 @@ CASES = (
     Case("short drafts, given each length", "sharp draft", V=2, k=3, length=4, lengths="any", needs=("short drafts",)),
     Case("temperature 0.5", settings=(COLD,), needs=("temperature",)),
     Case("temperature 2", "sharp draft", settings=(WARM,), needs=("temperature",)),
-    Case("top-k", V=4, settings=(Sampling(1.0, 2),), needs=("truncation",)),
-    Case("top-p", V=4, settings=(Sampling(1.0, 0, 0.7),), needs=("truncation",)),
+    Case("top-k", V=4, settings=(Setting(1.0, 2),), needs=("truncation",)),
+    Case("top-p", V=4, settings=(Setting(1.0, 0, 0.7),), needs=("truncation",)),
     Case("temperature, top-k and top-p", V=4, settings=(ALL_THREE,), needs=("temperature", "truncation")),
     Case("rows sampled each in its own way", settings=(GREEDY, COLD, ALL_THREE), needs=("rows of their own",)),
     Case("end of text inside a block", "sharp draft", k=3, length=4, end=1),

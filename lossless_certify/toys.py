@@ -15,7 +15,7 @@ KINDS = ("random", "flat draft", "sharp draft", "equal", "zeros")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Setting:
     """Sampling parameters of the target; the draft applies the temperature alone."""
 
     temperature: float = 1.0
@@ -65,11 +65,11 @@ class Toy:
         full[..., self.ids] = logits
         return full
 
-    def conditionals(self, length: int, sampling: Sampling) -> list[np.ndarray]:
+    def conditionals(self, length: int, setting: Setting) -> list[np.ndarray]:
         """Return the target's distributions [n], [n, n], ... of `length` tokens; after end-of-text, end-of-text."""
         node, ended, probs, places = np.zeros(1, np.int64), np.zeros(1, bool), [], np.arange(len(self.ids))
         for i in range(length):
-            p = sampling_probs(self.target[node], sampling.temperature, sampling.top_k, sampling.top_p)
+            p = sampling_probs(self.target[node], setting.temperature, top_k=setting.top_k, top_p=setting.top_p)
             if self.end is not None:
                 p[ended] = places == self.end
             probs.append(p.reshape((len(places),) * (i + 1)))
@@ -118,5 +118,5 @@ def make_toy(kind: str, V: int, seed: int, *, reduced: int = 0, vocabulary: int 
     size = vocabulary or V
     ids = np.sort(rng.permutation(size)[:V]).astype(np.int32)
     draft_ids = rng.permutation(V)[:reduced] if reduced else np.arange(V)
-    tables = target.astype(np.float32), draft[:, draft_ids].astype(np.float32)
-    return Toy(*tables, ids, draft_ids, vocabulary=size, end=end)
+    target, draft = target.astype(np.float32), draft[:, draft_ids].astype(np.float32)
+    return Toy(target, draft, ids, draft_ids, vocabulary=size, end=end)
