@@ -1,5 +1,6 @@
 """Certify a sampler: run the checks of `cases`, each with as many draws as its error rates need."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -70,9 +71,7 @@ def _skips(sampler: Sampler) -> set[str]:
         raise CertifyError(f"{type(sampler).__name__} has no method `verify`, which a sampler needs")
     skips = set(getattr(sampler, "skips", ()))
     if skips - set(TAGS):
-        raise CertifyError(
-            f"skips has {sorted(skips - set(TAGS))}, of which nothing is known; there are {sorted(TAGS)}"
-        )
+        raise CertifyError(f"skips: unknown tags {sorted(skips - set(TAGS))}; the known ones are {sorted(TAGS)}")
     return skips
 
 
@@ -134,8 +133,12 @@ def _compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates
 
 
 def toy_of(case: Case, seed: int) -> Toy:
-    """Return the toy of a case."""
-    return make_toy(case.kind, case.V, seed, reduced=case.reduced, vocabulary=case.vocabulary, end=case.end)
+    """Return the toy of a case: the first by seed of which float32 and float64 keep the same tokens under top-p."""
+    made = (
+        make_toy(case.kind, case.V, [seed, n], reduced=case.reduced, vocabulary=case.vocabulary, end=case.end)
+        for n in itertools.count()
+    )
+    return next(toy for toy in made if all(toy.clear_of_top_p(setting) for setting in case.settings))
 
 
 def accepted_probs(rule: str, case: Case, toy: Toy) -> np.ndarray:
@@ -185,7 +188,5 @@ def _affordable(sampler: Sampler, checks: Iterable[Case | Pair], rates: Rates, s
         )
     distance = (needed / seconds) ** 0.5
     if distance > 0.5:
-        raise CertifyError(
-            f"{seconds / 60:.3g} minutes, where at least {4 * needed / 60:.3g} are wanted by this sampler"
-        )
+        raise CertifyError(f"{seconds / 60:.3g} minutes: this sampler needs at least {4 * needed / 60:.3g}")
     return distance

@@ -9,7 +9,7 @@ from lossless_certify.block import Block, DraftRows, Sampler
 from lossless_certify.cases import Case
 from lossless_certify.distributions import draw, flat_index
 from lossless_certify.errors import CertifyError
-from lossless_certify.toys import Toy
+from lossless_certify.toys import NODES, Toy
 
 FIRST_POSITION = 17
 
@@ -115,11 +115,14 @@ def make_block(
             tokens[:, i] = draw(rows.probs, rng.random(B))
         nodes[:, i + 1] = toy.step(nodes[:, i], toy.places(tokens[:, i]))
     num_drafted = {"full": np.full(B, k), "any": rng.integers(0, k + 1, B), "last": kept}[case.lengths]
+    # Beyond what was drafted stands anything, as in an engine's buffers.
+    beyond = np.arange(k + 1) - num_drafted[:, None]
+    stale = rng.integers(0, NODES, (B, k + 1))
     block = Block(
-        draft_tokens=tokens,
+        draft_tokens=np.where(beyond[:, :k] >= 0, toy.ids[stale[:, :k] % case.V], tokens),
         num_drafted=num_drafted.astype(np.int32),
-        target_logits=toy.target_logits(nodes),
-        draft_logits=toy.draft_logits(nodes[:, :k]) if case.drafts == "sampled" else None,
+        target_logits=toy.target_logits(np.where(beyond > 0, stale, nodes)),
+        draft_logits=toy.draft_logits(np.where(beyond >= 0, stale, nodes)[:, :k]) if case.drafts == "sampled" else None,
         vocab_map=toy.vocab_map if case.drafts == "sampled" else None,
         temperature=temperature,
         top_k=top_k.astype(np.int32),

@@ -52,7 +52,7 @@ EXACT: tuple[Callable[..., Iterator[Result]], ...] = (check_greedy, check_noise)
 def _block(sampler: Sampler, case: Case, seed: int) -> Block:
     keys, node = Keys(np.arange(ROWS) + 1, seed + 1), np.arange(ROWS)  # another text in each row
     rng, position = np.random.default_rng(seed), np.arange(ROWS, dtype=np.int32) % 50
-    toy = make_toy("random", case.V, seed)
+    toy = make_toy("random", case.V, [seed])
     return make_block(sampler, case, toy, keys=keys, position=position, node=node, kept=node, rng=rng)[0]
 
 
