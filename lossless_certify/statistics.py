@@ -100,8 +100,14 @@ def compare(outcomes: np.ndarray, probs: np.ndarray, rates: Rates) -> Comparison
     entropy = math.inf
     if len(counts) == len(probs) and (probs[drawn] > 0).all():
         entropy = float((share[drawn] * np.log(share[drawn] / probs[drawn])).sum())
-    distance = 0.5 * float(np.abs(share[: len(probs)] - probs).sum() + share[len(probs) :].sum())
-    return _compared(draws, len(probs), distance, entropy, rates)
+    return _compared(draws, len(probs), total_variation(outcomes, probs), entropy, rates)
+
+
+def total_variation(outcomes: np.ndarray, probs: np.ndarray) -> float:
+    """Return the total variation between outcomes [N] int and probabilities [K] float64."""
+    counts = np.bincount(np.asarray(outcomes).ravel(), minlength=len(probs))
+    share = counts / counts.sum()
+    return 0.5 * float(np.abs(share[: len(probs)] - probs).sum() + share[len(probs) :].sum())
 
 
 def compare_samples(first: np.ndarray, second: np.ndarray, *, outcomes: int, rates: Rates) -> Comparison:
