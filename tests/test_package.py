@@ -100,6 +100,20 @@ def test_a_wheel_has_the_library_and_the_configs_alone(built):
 
 
 @pytest.mark.slow
+def test_the_certifier_is_a_small_wheel_of_its_own(tmp_path):
+    source = tmp_path / "source/lossless_certify"
+    shutil.copytree(ROOT / "lossless_certify", source, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("lossless_certify-*.whl")
+    assert wheel.stat().st_size < 100_000
+    environment = process_environment() | {"PYTHONPATH": str(wheel)}
+    hall = [sys.executable, "-m", "lossless_certify", "hall", "--level", "quick"]
+    done = subprocess.run(hall, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
 def test_the_installed_command_finds_a_name_and_a_file(installed, tmp_path):
     """In an empty folder, where nothing of the clone can be found."""
     (tmp_path / "own.py").write_text(OWN)

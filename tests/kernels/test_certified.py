@@ -6,6 +6,9 @@ False alarms of each test: 1e-6. Found with chance 0.99: a total variation of 0.
 import pytest
 
 from lossless_certify import certify_sampler
+from lossless_certify.cases import Case
+from lossless_certify.certify import compare_case
+from lossless_certify.statistics import Rates
 from specrl_jax.decoding import certified
 from specrl_jax.decoding.certified import CertifiedSampler
 from tests.helpers.interpreted import KERNELS
@@ -24,6 +27,14 @@ def assert_lossless(report):
 )
 def test_the_reference_is_lossless(rule, level):
     assert_lossless(certify_sampler(getattr(certified, rule), level=level, seed=1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_drafted_is_plain_sampling(rule):
+    case = Case("nothing drafted", k=0, blocks=3, drafts="likeliest")
+    options = {"distance": 0.04, "rates": Rates(1e-6), "seed": 1}
+    (result,) = compare_case(getattr(certified, rule), case, None, **options)
+    assert result.passed, result.statistic
 
 
 @pytest.mark.parametrize("rule", long_but([], RULES, slow=["block"]))
