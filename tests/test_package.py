@@ -19,7 +19,16 @@ from specrl_jax.config import recipes
 from tests.helpers.runs import ROOT, process_environment
 from tests.test_requirements import required
 
-SOURCES = ("configs", "kernels_pallas", "lossless_certify", "specrl_jax", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+SOURCES = (
+    "configs",
+    "kernels_pallas",
+    "lossless_certify",
+    "specrl_jax",
+    "LICENSE",
+    "README.md",
+    "pyproject.toml",
+    "setup.py",
+)
 OWN = """
 from specrl_jax.config import recipes
 
