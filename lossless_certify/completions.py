@@ -38,32 +38,24 @@ def certify_endpoint(
       how: distance, seed, minutes and progress of `certify_engine`.
     """
     client = {"max_tokens": options.tokens} | dict(client or {})
-    plain = None
-    if plain_url or plain_model:
-        plain = CompletionsClient(plain_url or url, plain_model or model, **client)
+    engine = CompletionsClient(url, model, **client)
+    plain = CompletionsClient(plain_url or url, plain_model or model, **client) if plain_url or plain_model else None
     options = dataclasses.replace(options, name=model) if options.name == OPTIONS.name else options
-    return certify_engine(CompletionsClient(url, model, **client), plain=plain, prompts=prompts, options=options, **how)
+    return certify_engine(engine, plain=plain, prompts=prompts, options=options, **how)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionsClient:
-    """An endpoint as a `Generate`. Its tokens are strings; those that are not whole UTF-8 are left without log-probs.
+    """An endpoint as a `Generate`. Its tokens are strings; one that is not whole UTF-8 has no log-prob."""
 
-    Attributes:
-      url: with or without /v1/completions.
-      timeout: seconds for each request.
-      workers: requests at a time.
-      fields: more fields of each request, such as {"return_tokens_as_token_ids": True} for vLLM.
-    """
-
-    url: str
+    url: str  # with or without /v1/completions
     model: str
     _: dataclasses.KW_ONLY
-    timeout: float = 60
+    timeout: float = 60  # seconds of a request
     api_key: str | None = None
     max_tokens: int = 3
-    workers: int = 8
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    workers: int = 8  # requests at a time
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more of a request; they overrule
 
     def __call__(self, prompts: Sequence[str], n: int, seed: int) -> list[list[Completion]]:
         """Return n samples of each prompt; each request has a seed of its own, and no other within its choices.
@@ -88,7 +80,7 @@ class CompletionsClient:
             choices = json.loads(answer)["choices"]
             if len(choices) < n:
                 raise InputError(f"{self.url}: {len(choices)} choices, where n = {n} were wanted")
-            return [self._completion(choice["logprobs"] or {}) for choice in choices[:n]]
+            return [self._completion(choice.get("logprobs") or {}) for choice in choices[:n]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{self.url}: {answer[:60]!r}, where JSON of completions was wanted") from error
 
@@ -102,9 +94,11 @@ class CompletionsClient:
 
     def _post(self, body: Mapping[str, Any]) -> str:
         address = self.url.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1/completions"
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key or ''}"}
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
-            request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+            request = urllib.request.Request(
+                address, json.dumps(body).encode(), {"Content-Type": "application/json"} | key
+            )
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
                 return response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
@@ -112,6 +106,5 @@ class CompletionsClient:
             raise InputError(f"{self.url}: HTTP {error.code}, {first[:200]}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                reason = f"no answer in {self.timeout:g} seconds"
+            reason = f"no answer in {self.timeout:g} seconds" if isinstance(reason, TimeoutError) else reason
             raise InputError(f"{self.url}: {reason}, where a /v1/completions endpoint was wanted") from error

@@ -56,23 +56,21 @@ def certify_engine(
     Raises:
       InputError: the engine does not fit, or there is nothing to compare it with.
     """
-    trial = EngineTrial([generate] if plain is None else [generate, plain], list(prompts), seed)
+    engines = [generate] if plain is None else [generate, plain]
+    trial = EngineTrial(engines, list(prompts), seed=seed, options=options)
     checks = list(text_checks(trial.pilots, options.tokens))
     if not checks:
         raise InputError("nothing to compare: prompts, and a plain engine or top log-probs of this one, were wanted")
     rates = Rates(FALSE_ALARM / (len(checks) + options.seeded))
-    samples = len(trial.engines)  # two tell as much about their difference as half as many draws about one
     if minutes is not None:
-        needed = trial.seconds * samples * draws_needed(TEXTS + 1, 1, rates)
+        needed = trial.seconds * len(engines) * draws_needed(TEXTS + 1, 1, rates)
         distance = (needed / (60 * minutes)) ** 0.5
         if distance > 0.5:
             raise InputError(f"{minutes:.3g} minutes: this engine needs at least {4 * needed / 60:.3g}")
     report = Report(options.name, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates)
-    report.untested = list(trial.untested(options))
-    for result in itertools.chain(
-        trial.seed_results(rates) if options.seeded else (),
-        trial.results(checks, samples * draws_needed(TEXTS + 1, distance, rates), rates, options),
-    ):
+    report.untested = list(trial.untested())
+    draws = len(engines) * draws_needed(TEXTS + 1, distance, rates)  # N of each of two samples tell as much as N / 2
+    for result in itertools.chain(trial.seed_results(rates), trial.text_results(checks, draws, rates)):
         report.results.append(result)
         progress(result)
     return report
@@ -81,9 +79,9 @@ def certify_engine(
 class EngineTrial:
     """Samples of an engine with speculation on and, if there are two of `engines`, off."""
 
-    def __init__(self, engines: list[Generate], prompts: list[Any], seed: int):
+    def __init__(self, engines: list[Generate], prompts: list[Any], *, seed: int, options: EngineOptions):
         """Draw a pilot of each."""
-        self.engines, self.prompts = engines, prompts
+        self.engines, self.prompts, self.options = engines, prompts, options
         self.seeds = itertools.count(seed << 24, BATCH * max(len(prompts), 1))
         self.pilots: list[Batch] = []
         self.seconds = 0.0  # of one sample of each prompt by each engine
@@ -93,7 +91,7 @@ class EngineTrial:
             self.pilots.append(self.draw(engine))
             self.seconds += (time.monotonic() - start) / BATCH
 
-    def untested(self, options: EngineOptions) -> Iterator[str]:
+    def untested(self) -> Iterator[str]:
         """Yield what is not compared."""
         some = [of_prompt[0] for pilot in self.pilots for of_prompt in pilot]
         if len(self.engines) == 1:
@@ -102,11 +100,13 @@ class EngineTrial:
             yield "top log-probs: the engine gives none"
         if not all(completion.logprobs for completion in some):
             yield "recorded log-probs: an engine gives none"
-        if not options.seeded:
+        if not self.options.seeded:
             yield "seeds: the engine is not said to be seeded"
 
     def seed_results(self, rates: Rates) -> Iterator[Result]:
-        """Yield whether one seed gives one sample, and another seed another."""
+        """Yield whether one seed gives one sample, and another seed another, if the engine is said to be seeded."""
+        if not self.options.seeded:
+            return
         first, second = next(self.seeds), next(self.seeds)
         batches = [self.draw(self.engines[0], seed=seed) for seed in (first, first, second)]
         once, again, other = [[[tuple(x.tokens) for x in of_prompt] for of_prompt in batch] for batch in batches]
@@ -119,7 +119,7 @@ class EngineTrial:
         same = once == other and surprise > -math.log(rates.false_alarm)
         yield Result("two seeds", not same, f"the samples are {'the same' if same else 'different'}", draws)
 
-    def results(self, checks: list[TextCheck], draws: int, rates: Rates, options: EngineOptions) -> Iterator[Result]:
+    def text_results(self, checks: list[TextCheck], draws: int, rates: Rates) -> Iterator[Result]:
         """Yield the results of `checks`, by so many samples of each engine, and of the log-probs in them."""
         start, recorded = time.monotonic(), RecordedLogProbs(self.pilots[1:])
         samples: list[list[list[Text]]] = [[[] for _ in self.prompts] for _ in self.engines]
@@ -127,25 +127,20 @@ class EngineTrial:
             for drawn in range(0, draws, BATCH):
                 batch = self.draw(engine, min(BATCH, draws - drawn))
                 for of_prompt, completions in zip(texts, batch):
-                    of_prompt += [completion.text(options.tokens) for completion in completions]
+                    of_prompt += [completion.text(self.options.tokens) for completion in completions]
                 if texts is samples[0]:
                     recorded.add(batch)
         seconds = (time.monotonic() - start) / len(checks)
         for check in checks:
             yield dataclasses.replace(check.result(samples, rates), seconds=seconds)
-        yield from recorded.results(options.tolerance)
+        yield from recorded.results(self.options.tolerance)
 
     def draw(self, engine: Generate, n: int = BATCH, *, seed: int | None = None) -> Batch:
-        """Return n samples of each prompt, by a seed that no other call has, if none is given.
-
-        Raises:
-          InputError: the engine gives something else.
-        """
+        """Return n samples of each prompt; without `seed`, by one that no other call has."""
         batch = engine(self.prompts, n, next(self.seeds) if seed is None else seed)
         sizes = [len(x) if isinstance(x, Sequence) else 0 for x in batch] if isinstance(batch, Sequence) else []
         if sizes != [n] * len(self.prompts):
-            wanted = f"{n} of each of {len(self.prompts)} prompts"
-            raise InputError(f"generate returned {sizes[:3]} completions, where {wanted} were wanted")
+            raise InputError(f"generate returned {sizes[:3]} completions, where {n} of each prompt were wanted")
         for x in itertools.chain.from_iterable(batch):
             if not isinstance(x, Completion):
                 raise InputError(f"generate returned {type(x).__name__}, where a Completion was wanted")
