@@ -87,7 +87,7 @@ class CompletionsClient:
     def _completion(self, logprobs: Mapping[str, Any]) -> Completion:
         tokens, own, top = (logprobs.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
         if tokens is None or own is None:
-            raise InputError(f"{self.url}: a choice without log-probs, where its tokens and token_logprobs were wanted")
+            raise InputError(f"{self.url}: a choice without log-probs, where tokens and token_logprobs were wanted")
         own = [None if UNKNOWN in token else x for token, x in zip(tokens, own)]
         top = top and [{token: x for token, x in (place or {}).items() if UNKNOWN not in token} for place in top]
         return Completion(tokens, own, top)

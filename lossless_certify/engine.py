@@ -21,7 +21,7 @@ Generate = Callable[[Sequence[Any], int, int], Batch]
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What is compared, and what the engine promises."""
+    """Choices of a certification: how much is compared, and what the engine promises."""
 
     name: str = "engine"
     tokens: int = 3  # of each completion that are compared

@@ -63,7 +63,7 @@ REFUSED = {
     "error": '"error": 1}\', where JSON of completions was wanted',
     "numbers": "where JSON of completions was wanted",
     "nothing": "where JSON of completions was wanted",
-    "silent": "a choice without log-probs, where its tokens and token_logprobs were wanted",
+    "silent": "a choice without log-probs, where tokens and token_logprobs were wanted",
     "few": "1 choices, where n = 3 were wanted",
     "slow": r"no answer in 0\.2 seconds, where a /v1/completions endpoint was wanted",
 }
