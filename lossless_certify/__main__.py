@@ -1,8 +1,8 @@
 """Certify from the command line.
 
     python -m lossless_certify sampler package.module:NAME [--level quick] [--minutes M] [--seed N]
-    python -m lossless_certify engine package.module:GENERATE --prompts FILE [--plain package.module:GENERATE]
-    python -m lossless_certify endpoint URL --model NAME --prompts FILE [--plain-url URL] [--plain-model NAME]
+    python -m lossless_certify engine package.module:GENERATE --plain package.module:GENERATE --prompts FILE
+    python -m lossless_certify endpoint URL --model NAME --plain-url URL --prompts FILE
     python -m lossless_certify hall [--level quick] [--seeds N]
 
 NAME is a sampler or a function without arguments that makes one; --prompts has a prompt in each line. All take --json
@@ -12,12 +12,15 @@ FILE and --page FILE (Markdown). Exit status: 0 passed, 1 not lossless, 2 the in
 import argparse
 import collections
 import importlib
+import os
 import pathlib
 import statistics
 import sys
 from typing import Any
 
 from lossless_certify.certify import DISTANCES, certify_sampler
+from lossless_certify.completions import certify_endpoint
+from lossless_certify.engine import EngineOptions, certify_engine
 from lossless_certify.errors import CertifyError
 from lossless_certify.hall import FAULTS, RIGHT
 from lossless_certify.report import Certificate, Result
@@ -29,18 +32,44 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "hall":
             return run_hall(args.level, range(args.seed, args.seed + args.seeds))
-        report = certify_sampler(
-            load(args.sampler),
-            level=args.level,
-            seed=args.seed,
-            minutes=args.minutes,
-            name=args.sampler,
-            progress=_show,
-        )
+        report = certify_named(args) if args.command == "sampler" else certify_black_box(args)
     except CertifyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return finish(report, args)
+
+
+def certify_named(args: argparse.Namespace) -> Certificate:
+    """Certify the sampler that the command line names."""
+    sampler = load(args.sampler, "verify")
+    how = {"seed": args.seed, "minutes": args.minutes, "progress": _show}
+    return certify_sampler(sampler, level=args.level, name=args.sampler, **how)
+
+
+def certify_black_box(args: argparse.Namespace) -> Certificate:
+    """Certify the engine or the endpoint that the command line names."""
+    prompts = [line for line in read(args.prompts).splitlines() if line.strip()]
+    how = {"prompts": prompts, "distance": args.distance, "seed": args.seed, "minutes": args.minutes, "progress": _show}
+    name = args.engine if args.command == "engine" else args.model
+    options = EngineOptions(name, tokens=args.tokens, tolerance=args.tolerance, seeded=args.seeded)
+    if args.command == "engine":
+        plain = load(args.plain, "__call__") if args.plain else None
+        return certify_engine(load(args.engine, "__call__"), plain=plain, options=options, **how)
+    plain_side = {"plain_url": args.plain_url, "plain_model": args.plain_model}
+    client = {"timeout": args.timeout, "api_key": os.environ.get("OPENAI_API_KEY")}
+    return certify_endpoint(args.url, model=args.model, **plain_side, options=options, client=client, **how)
+
+
+def read(path: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+      CertifyError: there is no such file.
+    """
+    try:
+        return pathlib.Path(path).read_text()
+    except OSError as error:
+        raise CertifyError(f"{path}: {error.strerror}, where a file with a prompt in each line was wanted") from error
 
 
 def finish(report: Certificate, args: argparse.Namespace) -> int:
@@ -54,8 +83,8 @@ def finish(report: Certificate, args: argparse.Namespace) -> int:
     return int(not report.passed)
 
 
-def load(name: str) -> Any:
-    """Return `package.module:NAME`; the folder of the call is on the path.
+def load(name: str, method: str) -> Any:
+    """Return `package.module:NAME`, an object with a method, or what it makes; the call's folder is on the path.
 
     Raises:
       CertifyError: there is no such module or name.
@@ -66,7 +95,7 @@ def load(name: str) -> Any:
         loaded = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise CertifyError(f"{name}: {error}, where package.module:NAME was wanted") from error
-    return loaded() if isinstance(loaded, type) or not hasattr(loaded, "verify") else loaded
+    return loaded() if isinstance(loaded, type) or not hasattr(loaded, method) else loaded
 
 
 def run_hall(level: str, seeds: range) -> int:
@@ -94,21 +123,35 @@ def _show(result: Result) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m lossless_certify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    sampler, hall = commands.add_parser("sampler"), commands.add_parser("hall")
+    sampler, engine, endpoint, hall = (commands.add_parser(name) for name in ("sampler", "engine", "endpoint", "hall"))
     sampler.add_argument("sampler", metavar="package.module:NAME")
-    sampler.add_argument("--minutes", type=float, help="time to spend; the page says what is found with it")
+    engine.add_argument("engine", metavar="package.module:GENERATE")
+    engine.add_argument("--plain", metavar="package.module:GENERATE", help="the same without speculation")
+    endpoint.add_argument("url", help="OPENAI_API_KEY is sent if it is set")
+    endpoint.add_argument("--model", required=True)
+    endpoint.add_argument("--plain-url", metavar="URL", help="the same model without speculation")
+    endpoint.add_argument("--plain-model", metavar="NAME", help="its name without speculation")
+    endpoint.add_argument("--timeout", type=float, default=60.0, help="seconds of a request")
+    for command in (engine, endpoint):
+        command.add_argument("--prompts", metavar="FILE", required=True, help="a prompt in each line")
+        command.add_argument("--distance", type=float, default=0.05, help="total variation that is found")
+        command.add_argument("--tokens", type=int, default=3, help="tokens of each completion that are compared")
+        command.add_argument("--tolerance", type=float, default=0.05, help="nats between recorded log-probs")
+        command.add_argument("--seeded", action="store_true", help="one seed gives one sample: check that")
     for command in (sampler, hall):
         command.add_argument("--level", choices=DISTANCES, default="default")
-    for command in (sampler,):
+    for command in (sampler, engine, endpoint):
+        command.add_argument("--minutes", type=float, help="time to spend; the page says what is found with it")
         command.add_argument("--json", metavar="FILE")
         command.add_argument("--page", metavar="FILE")
-    hall.add_argument("--seeds", type=int, default=1, help="how many, each with toys of its own")
     for command in commands.choices.values():
         command.add_argument("--seed", type=int, default=0)
+    hall.add_argument("--seeds", type=int, default=1, help="how many, each with toys of its own")
     return parser
 
 

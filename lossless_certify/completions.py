@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lossless_certify.engine import OPTIONS, EngineOptions, certify_engine
-from lossless_certify.errors import InputError
-from lossless_certify.report import Report
+from lossless_certify.errors import CertifyError
+from lossless_certify.report import Certificate
 from lossless_certify.texts import Completion
 
 MOST = 128  # choices of one request
@@ -29,7 +29,7 @@ def certify_endpoint(
     options: EngineOptions = OPTIONS,
     client: Mapping[str, Any] | None = None,
     **how: Any,
-) -> Report:
+) -> Certificate:
     """Certify an endpoint, as `certify_engine` an engine.
 
     Args:
@@ -61,7 +61,7 @@ class CompletionsClient:
         """Return n samples of each prompt; each request has a seed of its own, and no other within its choices.
 
         Raises:
-          InputError: there is no such endpoint, or it answers something else.
+          CertifyError: there is no such endpoint, or it answers something else.
         """
         requests = [
             {"prompt": prompt, "n": min(MOST, n - first), "seed": seed + i * n + first}
@@ -79,15 +79,15 @@ class CompletionsClient:
         try:
             choices = json.loads(answer)["choices"]
             if len(choices) < n:
-                raise InputError(f"{self.url}: {len(choices)} choices, where n = {n} were wanted")
+                raise CertifyError(f"{self.url}: {len(choices)} choices, where n = {n} were wanted")
             return [self._completion(choice.get("logprobs") or {}) for choice in choices[:n]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{self.url}: {answer[:60]!r}, where JSON of completions was wanted") from error
+            raise CertifyError(f"{self.url}: {answer[:60]!r}, where JSON of completions was wanted") from error
 
     def _completion(self, logprobs: Mapping[str, Any]) -> Completion:
         tokens, own, top = (logprobs.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
         if tokens is None or own is None:
-            raise InputError(f"{self.url}: a choice without log-probs, where tokens and token_logprobs were wanted")
+            raise CertifyError(f"{self.url}: a choice without log-probs, where tokens and token_logprobs were wanted")
         own = [None if UNKNOWN in token else x for token, x in zip(tokens, own)]
         top = top and [{token: x for token, x in (place or {}).items() if UNKNOWN not in token} for place in top]
         return Completion(tokens, own, top)
@@ -103,8 +103,8 @@ class CompletionsClient:
                 return response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             first = error.read().decode(errors="replace").strip().partition("\n")[0]
-            raise InputError(f"{self.url}: HTTP {error.code}, {first[:200]}") from error
+            raise CertifyError(f"{self.url}: HTTP {error.code}, {first[:200]}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = f"no answer in {self.timeout:g} seconds" if isinstance(reason, TimeoutError) else reason
-            raise InputError(f"{self.url}: {reason}, where a /v1/completions endpoint was wanted") from error
+            raise CertifyError(f"{self.url}: {reason}, where a /v1/completions endpoint was wanted") from error

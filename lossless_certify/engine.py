@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lossless_certify.certify import FALSE_ALARM
-from lossless_certify.errors import InputError
-from lossless_certify.report import Report, Result
+from lossless_certify.errors import CertifyError
+from lossless_certify.report import Certificate, Result
 from lossless_certify.statistics import Rates, draws_needed
 from lossless_certify.texts import TEXTS, Batch, Completion, RecordedLogProbs, Text, TextCheck, text_checks
 
@@ -42,7 +42,7 @@ def certify_engine(
     minutes: float | None = None,
     options: EngineOptions = OPTIONS,
     progress: Callable[[Result], None] = lambda result: None,
-) -> Report:
+) -> Certificate:
     """Compare what an engine emits after each prompt with plain decoding, and with the log-probs that it records.
 
     Args:
@@ -54,20 +54,20 @@ def certify_engine(
       progress: called with each result.
 
     Raises:
-      InputError: the engine does not fit, or there is nothing to compare it with.
+      CertifyError: the engine does not fit, or there is nothing to compare it with.
     """
     engines = [generate] if plain is None else [generate, plain]
     trial = EngineTrial(engines, list(prompts), seed=seed, options=options)
     checks = list(text_checks(trial.pilots, options.tokens))
     if not checks:
-        raise InputError("nothing to compare: prompts, and a plain engine or top log-probs of this one, were wanted")
+        raise CertifyError("nothing to compare: prompts, and a plain engine or top log-probs of this one, were wanted")
     rates = Rates(FALSE_ALARM / (len(checks) + options.seeded))
     if minutes is not None:
         needed = trial.seconds * len(engines) * draws_needed(TEXTS + 1, 1, rates)
         distance = (needed / (60 * minutes)) ** 0.5
         if distance > 0.5:
-            raise InputError(f"{minutes:.3g} minutes: this engine needs at least {4 * needed / 60:.3g}")
-    report = Report(options.name, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates)
+            raise CertifyError(f"{minutes:.3g} minutes: this engine needs at least {4 * needed / 60:.3g}")
+    report = Certificate(options.name, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates)
     report.untested = list(trial.untested())
     draws = len(engines) * draws_needed(TEXTS + 1, distance, rates)  # N of each of two samples tell as much as N / 2
     for result in itertools.chain(trial.seed_results(rates), trial.text_results(checks, draws, rates)):
@@ -140,10 +140,10 @@ class EngineTrial:
         batch = engine(self.prompts, n, next(self.seeds) if seed is None else seed)
         sizes = [len(x) if isinstance(x, Sequence) else 0 for x in batch] if isinstance(batch, Sequence) else []
         if sizes != [n] * len(self.prompts):
-            raise InputError(f"generate returned {sizes[:3]} completions, where {n} of each prompt were wanted")
+            raise CertifyError(f"generate returned {sizes[:3]} completions, where {n} of each prompt were wanted")
         for x in itertools.chain.from_iterable(batch):
             if not isinstance(x, Completion):
-                raise InputError(f"generate returned {type(x).__name__}, where a Completion was wanted")
+                raise CertifyError(f"generate returned {type(x).__name__}, where a Completion was wanted")
             if any(len(x.tokens) != len(column) for column in (x.logprobs, x.top_logprobs) if column is not None):
-                raise InputError(f"a Completion of {len(x.tokens)} tokens whose log-probs are more or fewer")
+                raise CertifyError(f"a Completion of {len(x.tokens)} tokens whose log-probs are more or fewer")
         return batch

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lossless_certify.errors import InputError
+from lossless_certify.errors import CertifyError
 from lossless_certify.report import Result
 from lossless_certify.statistics import Rates, compare, compare_samples
 
@@ -75,7 +75,7 @@ def text_probs(pilot: Sequence[Completion], length: int) -> tuple[list[Text], np
     after which the pilot has none is not continued: it stands for all that begin with it.
 
     Raises:
-      InputError: log-probs that are not those of a distribution.
+      CertifyError: log-probs that are not those of a distribution.
     """
     after: dict[Text, dict[Token, float]] = {}
     for completion in pilot:
@@ -86,7 +86,7 @@ def text_probs(pilot: Sequence[Completion], length: int) -> tuple[list[Text], np
         longer = {(*x, y): p * math.exp(top) for x, p in probs.items() for y, top in after.get(x, {}).items()}
         probs = {x: p for x, p in probs.items() if not after.get(x)} | longer
     if sum(probs.values()) > 1.001:
-        raise InputError(
+        raise CertifyError(
             f"top log-probs of a total probability of {sum(probs.values()):.4g}, where at most 1 was wanted"
         )
     texts = sorted(probs, key=lambda x: -probs[x])[:TEXTS]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lossless_certify import InputError
+from lossless_certify import CertifyError
 from lossless_certify.completions import CompletionsClient, certify_endpoint
 from lossless_certify.hall import ArgmaxDrafts, RightSampler
 from tests.lossless_certify.test_engine import PROMPTS, SEEDED, toy_engine
@@ -71,7 +71,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("model", REFUSED)
 def test_an_answer_that_does_not_fit_is_refused(url, model):
-    with pytest.raises(InputError, match=REFUSED[model]) as error:
+    with pytest.raises(CertifyError, match=REFUSED[model]) as error:
         CompletionsClient(url + "/v1/", model, timeout=0.2 if model == "slow" else 60)(PROMPTS, 3, 0)
     assert "\n" not in str(error.value)
 
@@ -82,7 +82,7 @@ def test_a_missing_endpoint_is_named(url):
         ("http://127.0.0.1:1", "refused, where a /v1"),
         ("x", "unknown url"),
     ):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(CertifyError, match=message):
             CompletionsClient(wrong, "plain")(PROMPTS, 3, 0)
 
 

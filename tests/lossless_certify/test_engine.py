@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from lossless_certify import InputError
+from lossless_certify import CertifyError
 from lossless_certify.cases import Case
 from lossless_certify.distributions import draw, softmax
 from lossless_certify.driver import Keys, drive
@@ -105,7 +105,7 @@ def test_minutes_decide_what_is_found_and_what_is_not_tested_is_said():
     assert report.passed and 0.02 < report.distance < 0.5 and report.distance != 0.05
     assert max(result.detectable for result in report.results) <= report.distance
     assert [line.split(":")[0] for line in report.untested] == ["speculation on and off", "seeds"]
-    with pytest.raises(InputError, match="minutes: this engine needs at least"):
+    with pytest.raises(CertifyError, match="minutes: this engine needs at least"):
         certify_engine(toy_engine(), prompts=PROMPTS, minutes=1e-6)
 
 
@@ -120,5 +120,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_an_engine_of_another_form_is_refused(message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(CertifyError, match=message):
         certify_engine(lambda prompts, n, seed: REFUSED[message](n), prompts=PROMPTS)
