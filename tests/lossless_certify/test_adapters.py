@@ -18,12 +18,11 @@ def padded(rows, mask):
     return full
 
 
-def verify(sampler, p, q, drafts, n, *, seed=0, position=0):
-    """Verify by a sampler of `hall`, given logits after temperature; seed [B]: of a request."""
-    B, zeros = len(n), np.zeros(len(n), np.int32)
-    request, position = zeros + np.asarray(seed), zeros + position
-    plain = zeros + np.float32(1)
-    return sampler.verify(Block(drafts, n, p, q, None, plain, zeros, plain, request, 0, position, zeros))
+def verify(sampler, p, q, drafts, n, *, request=0, position=0):
+    """Verify with a sampler of `hall`, given logits after temperature."""
+    zeros, one = np.zeros(len(n), np.int64), np.ones(len(n), np.float32)
+    keys = {"request": zeros + request, "seed": 0, "position": zeros + position, "number": zeros}
+    return sampler.verify(Block(drafts, n, p, q, None, temperature=one, top_k=zeros, top_p=one, **keys))
 
 
 class Stream(RightSampler):
@@ -35,22 +34,73 @@ class Stream(RightSampler):
         return self.rng.random(np.broadcast_shapes(np.shape(position), np.shape(offset)))
 
 
-def sample(logits, block, temperature=None):
-    """Sample the bonus tokens, as vLLM's ordinary sampler does."""
-    settings = (block.temperature if temperature is None else temperature, block.top_k, block.top_p)
-    return draw(sampling_probs(logits, *(x[:, None] for x in settings)), Stream.rng.random(len(logits)))
+def sample(logits, block):
+    settings = (x[:, None] for x in (block.temperature, block.top_k, block.top_p))
+    return draw(sampling_probs(logits, *settings), Stream.rng.random(len(logits)))
 
 
 def reject(ids, num_drafted, longest, ends, q, p, bonus, block):
-    """Verify in the shapes of vLLM V1."""
     n = np.diff(ends, prepend=0)
     assert n.tolist() == num_drafted and longest == max(num_drafted)
-    mask, rows = np.arange(longest) < n[:, None], np.arange(len(n))
-    q = np.eye(p.shape[1])[ids] if q is None else q
+    mask, q = np.arange(longest) < n[:, None], np.eye(p.shape[1])[ids] if q is None else q
     with np.errstate(divide="ignore"):
-        p, q = np.log(padded(p, mask)), np.log(padded(q, mask))
-    p = np.where(np.pad(mask, ((0, 0), (0, 1)))[..., None], np.pad(p, ((0, 0), (0, 1), (0, 0))), 0)
-    q = np.where(mask[..., None], q, 0)
+        p, q = np.pad(padded(np.log(p), mask), ((0, 0), (0, 1), (0, 0))), padded(np.log(q), mask)
     tokens, count = verify(Stream(), p, q, padded(ids, mask), n)
-    tokens[rows, n] = bonus[:, 0]
+    tokens[np.arange(len(n)), n] = bonus[:, 0]
     return np.where(np.arange(longest + 1) < count[:, None], tokens, -1)
+
+
+def kernel_of(sampler):
+    def reject(p, q, ids, ends, position, slots, row, offset, temperature, seed, k):
+        n = np.diff(ends) - 1
+        mask = np.arange(k + 1) <= n[:, None]
+        assert (padded(row, mask) == slots[:, None] * mask).all() and (padded(offset, mask).max(axis=1) == n).all()
+        first = padded(position, mask)[:, 0] + 1
+        return verify(sampler, padded(p, mask), q, padded(ids, mask)[:, 1:], n, request=seed, position=first)
+
+    return reject
+
+
+def tree_of(remember):
+    def tree(*, predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, **arrays):
+        p, rows, drafts = arrays["target_probs"], np.arange(len(candidates)), candidates[:, 1:]
+        chances = np.take_along_axis(p[:, :-1], drafts[..., None], axis=-1)[..., 0]
+        kept = (arrays["uniform_samples"][:, :-1] < chances) & (retrive_next_token[:, :-1] > 0)
+        accept_token_num[:] = accepted = kept.cumprod(axis=1).sum(axis=1)
+        accept_index[:] = np.where(np.arange(p.shape[1]) <= accepted[:, None], retrive_index, -1)
+        weights, refused = p[rows, accepted], np.flatnonzero((retrive_next_token[rows, accepted] > 0) & remember)
+        weights[refused, drafts[refused, accepted[refused]]] = 0
+        predicts[retrive_index[:, :-1]] = drafts
+        predicts[retrive_index[rows, accepted]] = draw(weights, arrays["uniform_samples_for_final_sampling"])
+
+    return tree
+
+
+without_top_k = VllmSampler(
+    reject, lambda logits, block: sample(logits, dataclasses.replace(block, top_k=0 * block.top_k))
+)
+SAMPLERS = {
+    "vllm": (VllmSampler(reject, sample), []),
+    "vllm kernel": (VllmKernelSampler(kernel_of(RightSampler())), []),
+    "vllm kernel, block": (VllmKernelSampler(kernel_of(RightSampler("block")), "block"), []),
+    "sglang": (SglangSampler(tree_of(remember=True)), []),
+    "a bonus token without top-k": (without_top_k, ["top-k"]),
+    "block uniforms keyed by position": (
+        VllmKernelSampler(kernel_of(PositionKeyedBlock("block")), "block"),
+        ["two blocks"],
+    ),
+    "a residual with the refused token": (SglangSampler(tree_of(remember=False)), ["one block"]),
+}
+
+
+@pytest.mark.parametrize("sampler, failed", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_right_function_passes_and_a_fault_is_found(sampler, failed):
+    report = certify_sampler(sampler, level="quick", stop_at_first=True)
+    assert [result.name for result in report.failed] == failed, report.to_markdown()
+
+
+@pytest.mark.slow
+def test_transformers_passes():
+    pytest.importorskip("transformers").set_seed(0)
+    report = certify_sampler(TransformersSampler(), minutes=1)
+    assert report.passed, report.to_markdown()
