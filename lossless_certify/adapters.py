@@ -123,7 +123,7 @@ class TransformersSampler:
         return tokens, count
 
 
-def _logits(probs: np.ndarray) -> np.ndarray:
+def _logits(probs: Any) -> np.ndarray:
     """Return float32 logits whose softmax is `probs`."""
     with np.errstate(divide="ignore"):
         return np.log(probs).astype(np.float32)
