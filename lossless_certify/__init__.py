@@ -8,8 +8,8 @@ as a function of prompts; `hall` has samplers with known faults, which the check
 
 from lossless_certify.block import Block, DraftRows, Sampler
 from lossless_certify.certify import certify_sampler
-from lossless_certify.errors import InputError
-from lossless_certify.report import Report, Result
+from lossless_certify.errors import CertifyError
+from lossless_certify.report import Certificate, Result
 
-__all__ = ["Block", "DraftRows", "InputError", "Report", "Result", "Sampler", "certify_sampler"]
+__all__ = ["Block", "Certificate", "CertifyError", "DraftRows", "Result", "Sampler", "certify_sampler"]
 __version__ = "0.1.0"

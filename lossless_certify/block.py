@@ -1,10 +1,10 @@
-"""What a sampler is given, and what it gives back.
+"""Inputs of a verification, and the interface of a sampler.
 
 Letters: B rows, k drafted tokens, V the target's vocabulary, Vd the draft's.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class Block:
     @property
     def target_probs(self) -> np.ndarray:
         """Return p [B, k + 1, V] float64: temperature, then top-k, then top-p; one-hot of greedy rows."""
-        settings = (x[:, None, None] for x in (self.temperature, self.top_k, self.top_p))
-        return sampling_probs(self.target_logits, *settings)
+        temperature, top_k, top_p = (x[:, None, None] for x in (self.temperature, self.top_k, self.top_p))
+        return sampling_probs(self.target_logits, temperature, top_k=top_k, top_p=top_p)
 
     @property
     def draft_probs(self) -> np.ndarray | None:
@@ -45,8 +45,9 @@ class Block:
     def rows(self, index: np.ndarray) -> "Block":
         """Return the block of some rows, in the order of `index`."""
         one_for_all = ("vocab_map", "seed")
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in one_for_all}
-        return dataclasses.replace(self, **{name: x if x is None else x[index] for name, x in values.items()})
+        names = [f.name for f in dataclasses.fields(self) if f.name not in one_for_all]
+        columns: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return dataclasses.replace(self, **{name: column[index] for name, column in columns.items()})
 
 
 @dataclasses.dataclass(frozen=True)

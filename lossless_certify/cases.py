@@ -6,7 +6,7 @@ has one of them not names it in `skips`, and the report says that the check was 
 
 import dataclasses
 
-from lossless_certify.toys import Sampling
+from lossless_certify.toys import Setting
 
 TAGS = {
     "one-hot drafts": "drafts without probabilities (n-gram, suffix, argmax)",
@@ -41,7 +41,7 @@ class Case:
     k: int = 2
     length: int = 3
     blocks: int = 1
-    settings: tuple[Sampling, ...] = (Sampling(),)
+    settings: tuple[Setting, ...] = (Setting(),)
     drafts: str = "sampled"
     lengths: str = "full"
     reduced: int = 0
@@ -88,9 +88,10 @@ class Pair:
         return self.case.outcomes**2
 
 
-GREEDY, COLD, WARM = Sampling(0.0), Sampling(0.5), Sampling(2.0)
-ALL_THREE = Sampling(0.7, 3, 0.8)
+GREEDY, COLD, WARM = Setting(0.0), Setting(0.5), Setting(2.0)
+ALL_THREE = Setting(0.7, 3, 0.8)
 CASES = (
+    Case("nothing drafted", k=0, blocks=3, drafts="likeliest", needs=("one-hot drafts", "short drafts")),
     Case("one block"),
     Case("a draft flatter than the target", "flat draft"),
     Case("a draft surer than the target", "sharp draft"),
@@ -99,20 +100,29 @@ CASES = (
     Case("a long draft", "sharp draft", V=2, k=5, length=6),
     Case("a reduced draft vocabulary", V=4, reduced=2, needs=("reduced vocabulary",)),
     Case("a padded vocabulary", vocabulary=16),
-    Case("a wide vocabulary", V=4, vocabulary=1200, coarser=5),
+    Case("a wide vocabulary", V=4, vocabulary=3000, coarser=5),
     Case("one-hot drafts, given each", V=2, k=3, drafts="one-hot", needs=("one-hot drafts",)),
     Case("short drafts, given each length", "sharp draft", V=2, k=3, length=4, lengths="any", needs=("short drafts",)),
     Case("temperature 0.5", settings=(COLD,), needs=("temperature",)),
     Case("temperature 2", "sharp draft", settings=(WARM,), needs=("temperature",)),
-    Case("top-k", V=4, settings=(Sampling(1.0, 2),), needs=("truncation",)),
-    Case("top-p", V=4, settings=(Sampling(1.0, 0, 0.7),), needs=("truncation",)),
+    Case("top-k", V=4, settings=(Setting(1.0, 2),), needs=("truncation",)),
+    Case("top-p", V=4, settings=(Setting(1.0, 0, 0.7),), needs=("truncation",)),
     Case("temperature, top-k and top-p", V=4, settings=(ALL_THREE,), needs=("temperature", "truncation")),
     Case("rows sampled each in its own way", settings=(GREEDY, COLD, ALL_THREE), needs=("rows of their own",)),
     Case("end of text inside a block", "sharp draft", k=3, length=4, end=1),
     Case("two blocks", "sharp draft", V=2, k=3, length=5, blocks=2),
     Case("two blocks over more tokens", length=4, blocks=2),
     Case("three blocks", "sharp draft", V=2, k=3, length=6, blocks=3),
-    Case("three blocks of one-hot drafts", V=2, k=3, length=6, blocks=3, drafts="likeliest", needs=("one-hot drafts",)),
+    Case(
+        "three blocks of one-hot drafts",
+        V=2,
+        k=3,
+        length=6,
+        blocks=3,
+        drafts="likeliest",
+        lengths="last",
+        needs=("one-hot drafts", "short drafts"),
+    ),
     Case(
         "blocks as long as the last one",
         "sharp draft",

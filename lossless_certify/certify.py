@@ -1,5 +1,6 @@
 """Certify a sampler: run the checks of `cases`, each with as many draws as its error rates need."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,16 +10,16 @@ import numpy as np
 from lossless_certify.block import Sampler
 from lossless_certify.cases import CASES, PAIRS, TAGS, Case, Pair
 from lossless_certify.distributions import accepted_distribution, joint, sampling_probs, sequences, softmax, spread
-from lossless_certify.driver import Emitted, Keys, WrongTokensError, drive
-from lossless_certify.errors import InputError
+from lossless_certify.driver import EmittedTexts, Keys, WrongTokensError, drive
+from lossless_certify.errors import CertifyError
 from lossless_certify.exact import EXACT
-from lossless_certify.report import Report, Result
+from lossless_certify.report import Certificate, Result
 from lossless_certify.statistics import Rates, compare, draws_needed
 from lossless_certify.toys import Toy, complete, make_toy
 
 FALSE_ALARM = 1e-6  # of all comparisons together
 DISTANCES = {"default": 0.01, "quick": 0.04}  # total variation that is found with chance 0.99
-ROWS = 1 << 14  # of a block
+ROWS, NUMBERS = 1 << 14, 1 << 22  # of a block: the most rows, and target logits
 RULES = ("rejection", "block")
 
 
@@ -31,7 +32,7 @@ def certify_sampler(
     name: str = "",
     stop_at_first: bool = False,
     progress: Callable[[Result], None] = lambda result: None,
-) -> Report:
+) -> Certificate:
     """Compare what a sampler emits with the target's own distribution, in every check that it has an interface for.
 
     Args:
@@ -41,7 +42,7 @@ def certify_sampler(
       progress: called with each result.
 
     Raises:
-      InputError: the sampler does not fit.
+      CertifyError: the sampler does not fit.
     """
     skips = _skips(sampler)
     checks = [check for check in (*CASES, *PAIRS) if not skips & set(check.needs)]
@@ -49,7 +50,9 @@ def certify_sampler(
     comparisons = len(checks) + sum(isinstance(check, Case) and check.counts for check in checks if rule in RULES)
     rates = Rates(FALSE_ALARM / comparisons)
     distance = DISTANCES[level] if minutes is None else _affordable(sampler, checks, rates, 60 * minutes, seed)
-    report = Report(name or type(sampler).__name__, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates)
+    report = Certificate(
+        name or type(sampler).__name__, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates
+    )
     report.untested = [f"{tag}: {TAGS[tag]}" for tag in sorted(skips)]
     if not hasattr(sampler, "draft"):
         report.untested.append("independence of draft noise: the sampler has no `draft`")
@@ -65,10 +68,10 @@ def certify_sampler(
 def _skips(sampler: Sampler) -> set[str]:
     """Return the tags of checks that the sampler has no interface for."""
     if not callable(getattr(sampler, "verify", None)):
-        raise InputError(f"{type(sampler).__name__} has no method `verify`, which a sampler needs")
+        raise CertifyError(f"{type(sampler).__name__} has no method `verify`, which a sampler needs")
     skips = set(getattr(sampler, "skips", ()))
     if skips - set(TAGS):
-        raise InputError(f"skips has {sorted(skips - set(TAGS))}, of which nothing is known; there are {sorted(TAGS)}")
+        raise CertifyError(f"skips: unknown tags {sorted(skips - set(TAGS))}; the known ones are {sorted(TAGS)}")
     return skips
 
 
@@ -97,8 +100,8 @@ def _compare_case(
     texts = np.stack([joint(x).ravel() for x in conditionals]) / case.variants
     probs = np.repeat(texts, case.variants // len(texts), axis=0)
     indices, accepted = [], []
-    for keys, rng in _batches(sampler, case.name, draws, seed):
-        emitted = drive(sampler, case, toy, keys, rng)
+    for keys, rng in _batches(case, case.name, draws, seed):
+        emitted = drive(sampler, case, toy, keys=keys, rng=rng)
         indices.append(_indices(emitted, case, toy, conditionals, rng))
         accepted.append(emitted.accepted)
     yield Result.of(case.name, compare(np.concatenate(indices), probs, rates))
@@ -113,7 +116,7 @@ def _compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates
     toy, draws = toy_of(case, seed), draws_needed(pair.outcomes, distance, rates)
     conditionals = toy.conditionals(case.length, case.settings[0])
     beside = pair.request == pair.seed == pair.position == 0
-    for keys, rng in _batches(sampler, pair.name, draws * (1 + beside), seed):
+    for keys, rng in _batches(case, pair.name, draws * (1 + beside), seed):
         # Even seeds with odd requests, odd positions with even requests: one more and one less is exclusive or, too.
         request = 2 * keys.request + (pair.request < 0)
         both = [Keys(request, 2 * keys.seed)]
@@ -121,7 +124,7 @@ def _compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates
             both = [keys]
         else:
             both.append(Keys(request + pair.request, 2 * keys.seed + pair.seed, both[0].position + pair.position))
-        found = [_indices(drive(sampler, case, toy, k, rng), case, toy, [conditionals], rng) for k in both]
+        found = [_indices(drive(sampler, case, toy, keys=k, rng=rng), case, toy, [conditionals], rng) for k in both]
         first, second = (found[0][0::2], found[0][1::2]) if beside else found
         outside = (first >= case.outcomes) | (second >= case.outcomes)
         indices.append(np.where(outside, pair.outcomes, first * case.outcomes + second))
@@ -130,8 +133,12 @@ def _compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates
 
 
 def toy_of(case: Case, seed: int) -> Toy:
-    """Return the toy of a case."""
-    return make_toy(case.kind, case.V, seed, reduced=case.reduced, vocabulary=case.vocabulary, end=case.end)
+    """Return the toy of a case: the first by seed of which float32 and float64 keep the same tokens under top-p."""
+    made = (
+        make_toy(case.kind, case.V, [seed, n], reduced=case.reduced, vocabulary=case.vocabulary, end=case.end)
+        for n in itertools.count()
+    )
+    return next(toy for toy in made if all(toy.clear_of_top_p(setting) for setting in case.settings))
 
 
 def accepted_probs(rule: str, case: Case, toy: Toy) -> np.ndarray:
@@ -141,27 +148,27 @@ def accepted_probs(rule: str, case: Case, toy: Toy) -> np.ndarray:
     for place in drafts.T:
         nodes.append(toy.step(nodes[-1], place))
     path = np.stack(nodes, axis=1)
-    p = sampling_probs(toy.target[path], setting.temperature, setting.top_k, setting.top_p)
+    p = sampling_probs(toy.target[path], setting.temperature, top_k=setting.top_k, top_p=setting.top_p)
     q = spread(softmax(toy.draft[path[:, :-1]] / setting.temperature), toy.draft_ids, case.V)
     mass = np.prod(np.take_along_axis(q, drafts[..., None], axis=-1)[..., 0], axis=1)
-    return mass @ accepted_distribution(rule, p, q, drafts)
+    return mass @ accepted_distribution(rule, drafts, p=p, q=q)
 
 
 def _indices(
-    emitted: Emitted, case: Case, toy: Toy, conditionals: list[list[np.ndarray]], rng: np.random.Generator
+    emitted: EmittedTexts, case: Case, toy: Toy, conditionals: list[list[np.ndarray]], rng: np.random.Generator
 ) -> np.ndarray:
     """Return the outcome of each row: its variant and its first tokens, completed by the target's own samples."""
     index, texts = np.zeros(len(emitted.count), np.int64), case.V**case.length
     places = toy.places(emitted.tokens[:, : case.length])
-    for turn, of_setting in enumerate(conditionals):
-        rows = slice(turn, None, len(conditionals))
+    for setting, of_setting in enumerate(conditionals):
+        rows = np.flatnonzero(emitted.setting == setting)
         index[rows] = complete(places[rows], emitted.count[rows], of_setting, end=toy.end, rng=rng)
     return np.where(index == texts, case.outcomes, emitted.variant * texts + index)
 
 
-def _batches(sampler: Sampler, name: str, draws: int, seed: int) -> Iterator[tuple[Keys, np.random.Generator]]:
+def _batches(case: Case, name: str, draws: int, seed: int) -> Iterator[tuple[Keys, np.random.Generator]]:
     """Yield keys of rows that no other batch of the check has, at least `draws` in all, in blocks of one size."""
-    size = min(ROWS, draws + draws % 2)
+    size = min(ROWS, draws + draws % 2, NUMBERS // ((case.k + 1) * (case.vocabulary or case.V)))
     rng = np.random.default_rng([seed, *name.encode()])
     for batch in range(-(-draws // size)):
         yield Keys(np.arange(batch * size, (batch + 1) * size) + 1, seed + 1), rng
@@ -172,14 +179,14 @@ def _affordable(sampler: Sampler, checks: Iterable[Case | Pair], rates: Rates, s
     needed = 0.0
     for check in checks:
         case, times = (check.case, 2) if isinstance(check, Pair) else (check, 1)
-        keys, rng = next(_batches(sampler, check.name, 1 << 10, seed))
-        drive(sampler, case, toy_of(case, seed), keys, rng)  # compiles what is compiled
+        keys, rng = next(_batches(case, check.name, 1 << 10, seed))
+        drive(sampler, case, toy_of(case, seed), keys=keys, rng=rng)  # compiles what is compiled
         start = time.monotonic()
-        drive(sampler, case, toy_of(case, seed), keys, rng)
+        drive(sampler, case, toy_of(case, seed), keys=keys, rng=rng)
         needed += (
             times * (time.monotonic() - start) / len(keys.request) * draws_needed(check.outcomes, case.coarser, rates)
         )
     distance = (needed / seconds) ** 0.5
     if distance > 0.5:
-        raise InputError(f"{seconds / 60:.3g} minutes, where at least {4 * needed / 60:.3g} are wanted by this sampler")
+        raise CertifyError(f"{seconds / 60:.3g} minutes: this sampler needs at least {4 * needed / 60:.3g}")
     return distance

@@ -13,7 +13,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def sampling_probs(
-    logits: np.ndarray, temperature: np.ndarray | float, top_k: np.ndarray | int = 0, top_p: np.ndarray | float = 1.0
+    logits: np.ndarray,
+    temperature: np.ndarray | float,
+    *,
+    top_k: np.ndarray | int = 0,
+    top_p: np.ndarray | float = 1.0,
 ) -> np.ndarray:
     """Return the distribution [..., V] that a token is sampled from: temperature, then top-k, then top-p.
 
@@ -104,7 +108,7 @@ def block_chances(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> tuple[np.
     return h, P
 
 
-def accepted_distribution(rule: str, p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+def accepted_distribution(rule: str, drafts: np.ndarray, *, p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Return the distribution [N, k + 1] of the number of tokens that `rejection` or `block` keeps of drafts [N, k]."""
     k = drafts.shape[1]
     if rule == "block":

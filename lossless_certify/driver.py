@@ -8,8 +8,8 @@ import numpy as np
 from lossless_certify.block import Block, DraftRows, Sampler
 from lossless_certify.cases import Case
 from lossless_certify.distributions import draw, flat_index
-from lossless_certify.errors import InputError
-from lossless_certify.toys import Toy
+from lossless_certify.errors import CertifyError
+from lossless_certify.toys import NODES, Toy
 
 FIRST_POSITION = 17
 
@@ -20,12 +20,13 @@ class WrongTokensError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Keys of the noise of B rows."""
+    """Keys of the noise of B rows, and the setting of each."""
 
     request: np.ndarray  # [B]
     seed: int
     position: int = FIRST_POSITION  # of the first token that is emitted
     number: int = 0  # of the block
+    setting: np.ndarray | int = 0  # [B], which of the case's settings a row has
 
     def columns(self, position: np.ndarray) -> dict[str, Any]:
         """Return the keys as fields of a block whose rows stand at `position` [B]."""
@@ -34,28 +35,39 @@ class Keys:
 
 
 @dataclasses.dataclass
-class Emitted:
+class EmittedTexts:
     """Emitted tokens of B rows."""
 
     tokens: np.ndarray  # [B, most that all blocks can emit]
     count: np.ndarray  # [B], how many of them
     variant: np.ndarray  # [B], which of the case's variants the first block was
     accepted: np.ndarray  # [B], drafted tokens that the first block kept
+    setting: np.ndarray  # [B]
 
 
-def drive(sampler: Sampler, case: Case, toy: Toy, keys: Keys, rng: np.random.Generator) -> Emitted:
+def drive(sampler: Sampler, case: Case, toy: Toy, *, keys: Keys, rng: np.random.Generator) -> EmittedTexts:
     """Verify a case's blocks one after the other, each at the position that the last one reached."""
     B, k = len(keys.request), case.k
     rows, node, kept = np.arange(B), np.zeros(B, np.int64), np.full(B, k)
+    setting = rng.integers(0, len(case.settings), B)
+    keys = dataclasses.replace(keys, setting=setting)
     position = np.full(B, keys.position, np.int32)
-    out = Emitted(np.zeros((B, case.blocks * (k + 1)), np.int64), *np.zeros((3, B), np.int64))
+    count, variant, accepted = np.zeros((3, B), np.int64)
+    out = EmittedTexts(np.zeros((B, case.blocks * (k + 1)), np.int64), count, variant, accepted, setting=setting)
     for number in range(case.blocks):
         block, nodes = make_block(
-            sampler, case, toy, dataclasses.replace(keys, number=number), position, node, kept, rng
+            sampler,
+            case,
+            toy,
+            keys=dataclasses.replace(keys, number=number),
+            position=position,
+            node=node,
+            kept=kept,
+            rng=rng,
         )
         tokens, count = verify(sampler, block)
         if number == 0:
-            out.accepted, out.variant = count - 1, _variant(case, toy, block)
+            out.accepted, out.variant = count - 1, _variant(case, toy, block, setting)
         for i in range(k + 1):
             emits = rows[i < count]
             out.tokens[emits, out.count[emits] + i] = tokens[emits, i]
@@ -65,18 +77,18 @@ def drive(sampler: Sampler, case: Case, toy: Toy, keys: Keys, rng: np.random.Gen
     return out
 
 
-def _variant(case: Case, toy: Toy, block: Block) -> np.ndarray:
+def _variant(case: Case, toy: Toy, block: Block, setting: np.ndarray) -> np.ndarray:
     """Return [B], which of the case's variants a row is: its setting, and the draft or its length."""
-    variant = np.arange(len(block.request)) % len(case.settings)
     if case.drafts == "one-hot":
-        return variant * case.V**case.k + flat_index(toy.places(block.draft_tokens), case.V)
-    return variant * (case.k + 1) + block.num_drafted if case.lengths == "any" else variant
+        return setting * case.V**case.k + flat_index(toy.places(block.draft_tokens), case.V)
+    return setting * (case.k + 1) + block.num_drafted if case.lengths == "any" else setting
 
 
 def make_block(
     sampler: Sampler,
     case: Case,
     toy: Toy,
+    *,
     keys: Keys,
     position: np.ndarray,
     node: np.ndarray,
@@ -87,7 +99,7 @@ def make_block(
     B, k, V = len(node), case.k, toy.vocabulary
     columns = keys.columns(position)
     settings = np.array([dataclasses.astuple(setting) for setting in case.settings])
-    temperature, top_k, top_p = settings[np.arange(B) % len(settings)].T
+    temperature, top_k, top_p = settings[np.broadcast_to(keys.setting, B)].T
     temperature = temperature.astype(np.float32)
     tokens, nodes = np.zeros((B, k), np.int32), np.zeros((B, k + 1), np.int64)
     nodes[:, 0] = node
@@ -103,11 +115,14 @@ def make_block(
             tokens[:, i] = draw(rows.probs, rng.random(B))
         nodes[:, i + 1] = toy.step(nodes[:, i], toy.places(tokens[:, i]))
     num_drafted = {"full": np.full(B, k), "any": rng.integers(0, k + 1, B), "last": kept}[case.lengths]
+    # Beyond what was drafted stands anything, as in an engine's buffers.
+    beyond = np.arange(k + 1) - num_drafted[:, None]
+    stale = rng.integers(0, NODES, (B, k + 1))
     block = Block(
-        draft_tokens=tokens,
+        draft_tokens=np.where(beyond[:, :k] >= 0, toy.ids[stale[:, :k] % case.V], tokens),
         num_drafted=num_drafted.astype(np.int32),
-        target_logits=toy.target_logits(nodes),
-        draft_logits=toy.draft_logits(nodes[:, :k]) if case.drafts == "sampled" else None,
+        target_logits=toy.target_logits(np.where(beyond > 0, stale, nodes)),
+        draft_logits=toy.draft_logits(np.where(beyond >= 0, stale, nodes)[:, :k]) if case.drafts == "sampled" else None,
         vocab_map=toy.vocab_map if case.drafts == "sampled" else None,
         temperature=temperature,
         top_k=top_k.astype(np.int32),
@@ -121,17 +136,17 @@ def verify(sampler: Sampler, block: Block) -> tuple[np.ndarray, np.ndarray]:
     """Return the sampler's tokens [B, k + 1] and count [B].
 
     Raises:
-      InputError: they have other shapes or types.
+      CertifyError: they have other shapes or types.
       WrongTokensError: more was kept than was drafted, or something else.
     """
     B, k = block.draft_tokens.shape
     most = getattr(sampler, "max_rows", None) or B
     if most < B:
         parts = [verify(sampler, block.rows(np.arange(i, min(i + most, B)))) for i in range(0, B, most)]
-        return tuple(np.concatenate(columns) for columns in zip(*parts))
+        return np.concatenate([tokens for tokens, _ in parts]), np.concatenate([count for _, count in parts])
     answer = sampler.verify(block)
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise InputError(f"verify returned {type(answer).__name__}, where (tokens [B, k + 1], count [B]) was wanted")
+        raise CertifyError(f"verify returned {type(answer).__name__}, where (tokens [B, k + 1], count [B]) was wanted")
     count = _whole(answer[1], "the count of verify", (B,))
     if (count < 1).any() or (count > block.num_drafted + 1).any():
         raise WrongTokensError("a count outside 1 to the number of drafted tokens + 1")
@@ -150,8 +165,8 @@ def _whole(
     """Return values as int64, 0 where not `mask`."""
     values = np.asarray(values)
     if values.shape != shape or not np.issubdtype(values.dtype, np.integer):
-        raise InputError(f"{name}: {values.dtype} {list(values.shape)}, where integers {list(shape)} were wanted")
+        raise CertifyError(f"{name}: {values.dtype} {list(values.shape)}, where integers {list(shape)} were wanted")
     values = np.where(mask, values, 0).astype(np.int64)
     if highest is not None and ((values < 0) | (values > highest)).any():
-        raise InputError(f"{name}: a token outside 0 to {highest}, the last of the vocabulary")
+        raise CertifyError(f"{name}: a token outside 0 to {highest}, the last of the vocabulary")
     return values

@@ -9,15 +9,15 @@ from lossless_certify.block import Block, Sampler
 from lossless_certify.cases import Case
 from lossless_certify.driver import Keys, make_block, verify
 from lossless_certify.report import Result
-from lossless_certify.toys import Sampling, make_toy
+from lossless_certify.toys import Setting, make_toy
 
 ROWS = 1 << 10
 
 
 def check_greedy(sampler: Sampler, skips: set[str], *, seed: int) -> Iterator[Result]:
-    """At temperature 0 the emitted tokens are the target's likeliest, whatever was drafted."""
+    """Compare the tokens at temperature 0 with the target's likeliest, whatever was drafted."""
     if "greedy" not in skips:
-        block = _block(sampler, Case("greedy", k=3, settings=(Sampling(0.0),)), seed)
+        block = _block(sampler, Case("greedy", k=3, settings=(Setting(0.0),)), seed)
         tokens, count = verify(sampler, block)
         best = block.target_logits.argmax(axis=-1)
         right = ((tokens == best) | (np.arange(4) >= count[:, None])).all(axis=1)
@@ -25,7 +25,7 @@ def check_greedy(sampler: Sampler, skips: set[str], *, seed: int) -> Iterator[Re
 
 
 def check_noise(sampler: Sampler, skips: set[str], *, seed: int) -> Iterator[Result]:
-    """A row's tokens depend on its own keys and arrays alone: not on the call, its place, or the other rows."""
+    """Check that a row's tokens depend on its own keys and arrays alone: not on call, place, or other rows."""
     if "seeds" in skips:
         return
     block = _block(sampler, Case("noise", V=5, k=3), seed)
@@ -52,7 +52,8 @@ EXACT: tuple[Callable[..., Iterator[Result]], ...] = (check_greedy, check_noise)
 def _block(sampler: Sampler, case: Case, seed: int) -> Block:
     keys, node = Keys(np.arange(ROWS) + 1, seed + 1), np.arange(ROWS)  # another text in each row
     rng, position = np.random.default_rng(seed), np.arange(ROWS, dtype=np.int32) % 50
-    return make_block(sampler, case, make_toy("random", case.V, seed), keys, position, node, node, rng)[0]
+    toy = make_toy("random", case.V, [seed])
+    return make_block(sampler, case, toy, keys=keys, position=position, node=node, kept=node, rng=rng)[0]
 
 
 def _same(a: tuple[np.ndarray, np.ndarray] | list[np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -7,11 +7,11 @@ DRAFT, ACCEPT, RESIDUAL = 0, 1, 2  # streams that a sampler keeps apart
 
 def uniforms(*keys: np.ndarray | int) -> np.ndarray:
     """Return float64 uniforms in [0, 1) of integer keys that broadcast together, by SplitMix64 over each in turn."""
-    state = np.uint64(0)
+    state = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):
         for key in keys:
             state = _mixed(state + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    return (state >> np.uint64(11)) * 2.0**-53
+    return np.asarray((state >> np.uint64(11)) * 2.0**-53)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

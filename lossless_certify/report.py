@@ -1,8 +1,7 @@
-"""Verdicts: what was compared, and what came out; as JSON and as a page."""
+"""The verdict on a sampler or an engine, as JSON and as a page."""
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 from lossless_certify.statistics import Comparison, Rates
@@ -26,7 +25,7 @@ class Result:
 
 
 @dataclasses.dataclass
-class Report:
+class Certificate:
     """All checks of a sampler or an engine."""
 
     name: str
@@ -61,13 +60,12 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as a page."""
-        found = max((r.detectable for r in self.results), default=0.0)
         lines = [
             f"# {self.verdict}",
             "",
             f"A right one fails any check with a chance of at most {self.false_alarm:.0e}. A distribution that is "
-            f"{math.ceil(found * 1000) / 1000:g} off in total variation is found with chance {1 - self.rates.miss:g}. "
-            f"Seed {self.seed}, {sum(r.draws for r in self.results):,} draws, "
+            f"{self.distance:.2g} off in total variation is found with chance {1 - self.rates.miss:g}, where `finds` "
+            f"has no larger number. Seed {self.seed}, {sum(r.draws for r in self.results):,} draws, "
             f"{sum(r.seconds for r in self.results):.0f} s.",
             "",
             "| check | verdict | statistic | draws | finds | seconds |",

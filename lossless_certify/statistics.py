@@ -18,7 +18,7 @@ import math
 import numpy as np
 import scipy.optimize
 
-from lossless_certify.errors import InputError
+from lossless_certify.errors import CertifyError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +89,28 @@ def compare(outcomes: np.ndarray, probs: np.ndarray, rates: Rates) -> Comparison
     """Compare outcomes [N] int with their probabilities [K] float64.
 
     Raises:
-      InputError: the probabilities do not sum to one.
+      CertifyError: the probabilities do not sum to one.
     """
     probs = np.asarray(probs, np.float64).ravel()
     if (probs < 0).any() or not abs(probs.sum() - 1) < 1e-9:
-        raise InputError(f"probabilities that sum to {probs.sum():.6g}, where a distribution was wanted")
+        raise CertifyError(f"probabilities that sum to {probs.sum():.6g}, where a distribution was wanted")
     counts = np.bincount(np.asarray(outcomes).ravel(), minlength=len(probs))
     draws, share = int(counts.sum()), counts / counts.sum()
     drawn = counts > 0
     entropy = math.inf
     if len(counts) == len(probs) and (probs[drawn] > 0).all():
         entropy = float((share[drawn] * np.log(share[drawn] / probs[drawn])).sum())
-    distance = 0.5 * float(np.abs(share[: len(probs)] - probs).sum() + share[len(probs) :].sum())
-    return _compared(draws, len(probs), distance, entropy, rates)
+    return _compared(draws, len(probs), total_variation(outcomes, probs), entropy, rates)
 
 
-def compare_samples(first: np.ndarray, second: np.ndarray, outcomes: int, rates: Rates) -> Comparison:
+def total_variation(outcomes: np.ndarray, probs: np.ndarray) -> float:
+    """Return the total variation between outcomes [N] int and probabilities [K] float64."""
+    counts = np.bincount(np.asarray(outcomes).ravel(), minlength=len(probs))
+    share = counts / counts.sum()
+    return 0.5 * float(np.abs(share[: len(probs)] - probs).sum() + share[len(probs) :].sum())
+
+
+def compare_samples(first: np.ndarray, second: np.ndarray, *, outcomes: int, rates: Rates) -> Comparison:
     """Compare outcomes [N] int of two samples of one size; relative entropy is not used.
 
     An event's difference of two shares is a mean of 2 N terms, so it has Hoeffding's bound exp(-N e^2): that of N / 2

@@ -15,7 +15,7 @@ KINDS = ("random", "flat draft", "sharp draft", "equal", "zeros")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Setting:
     """Sampling parameters of the target; the draft applies the temperature alone."""
 
     temperature: float = 1.0
@@ -65,17 +65,25 @@ class Toy:
         full[..., self.ids] = logits
         return full
 
-    def conditionals(self, length: int, sampling: Sampling) -> list[np.ndarray]:
+    def conditionals(self, length: int, setting: Setting) -> list[np.ndarray]:
         """Return the target's distributions [n], [n, n], ... of `length` tokens; after end-of-text, end-of-text."""
         node, ended, probs, places = np.zeros(1, np.int64), np.zeros(1, bool), [], np.arange(len(self.ids))
         for i in range(length):
-            p = sampling_probs(self.target[node], sampling.temperature, sampling.top_k, sampling.top_p)
+            p = sampling_probs(self.target[node], setting.temperature, top_k=setting.top_k, top_p=setting.top_p)
             if self.end is not None:
                 p[ended] = places == self.end
             probs.append(p.reshape((len(places),) * (i + 1)))
             node = self.step(node[:, None], places).ravel()
             ended = (ended[:, None] | (places == self.end)).ravel()
         return probs
+
+    def clear_of_top_p(self, setting: Setting) -> bool:
+        """Return whether no sum of likeliest tokens is so near to top_p that rounding decides which are kept."""
+        if setting.top_p >= 1:
+            return True
+        probs = sampling_probs(self.target, setting.temperature, top_k=setting.top_k)
+        mass = np.cumsum(-np.sort(-probs, axis=-1), axis=-1)
+        return bool((np.abs(mass - setting.top_p) > 1e-5).all())
 
 
 def complete(
@@ -96,15 +104,18 @@ def complete(
     return np.where(strange, n**length, flat_index(places, n))
 
 
-def make_toy(kind: str, V: int, seed: int, *, reduced: int = 0, vocabulary: int = 0, end: int | None = None) -> Toy:
+def make_toy(
+    kind: str, V: int, seed: list[int], *, reduced: int = 0, vocabulary: int = 0, end: int | None = None
+) -> Toy:
     """Return a toy of one of KINDS over V tokens that can occur.
 
     Args:
+      seed: integers that choose the tables.
       reduced: how many of them the draft has; 0: all.
       vocabulary: size of a vocabulary over which they are scattered; 0: V.
       end: place of end-of-text; None: texts do not end.
     """
-    rng = np.random.default_rng([seed, V, KINDS.index(kind), reduced, vocabulary])
+    rng = np.random.default_rng([*seed, V, KINDS.index(kind), reduced, vocabulary])
     target, draft = rng.normal(size=(2, NODES, V))
     if kind == "flat draft":
         target, draft = 2 * target, 0.3 * draft
@@ -116,7 +127,7 @@ def make_toy(kind: str, V: int, seed: int, *, reduced: int = 0, vocabulary: int 
         for table in (target, draft):
             np.put_along_axis(table, rng.integers(0, V, (NODES, 1)), -np.inf, axis=-1)
     size = vocabulary or V
-    ids = np.sort(rng.permutation(size)[:V]).astype(np.int32)
+    ids = ((np.arange(V) + rng.random(V)) * size / V).astype(np.int32)
     draft_ids = rng.permutation(V)[:reduced] if reduced else np.arange(V)
-    tables = target.astype(np.float32), draft[:, draft_ids].astype(np.float32)
-    return Toy(*tables, ids, draft_ids, vocabulary=size, end=end)
+    target, draft = target.astype(np.float32), draft[:, draft_ids].astype(np.float32)
+    return Toy(target, draft, ids, draft_ids, vocabulary=size, end=end)

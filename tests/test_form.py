@@ -9,7 +9,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGES = ("specrl_jax", "kernels_pallas")
+PACKAGES = ("specrl_jax", "kernels_pallas", "lossless_certify")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINED = (*FUNCTIONS, ast.ClassDef)

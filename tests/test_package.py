@@ -19,7 +19,7 @@ from specrl_jax.config import recipes
 from tests.helpers.runs import ROOT, process_environment
 from tests.test_requirements import required
 
-SOURCES = ("configs", "kernels_pallas", "specrl_jax", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+SOURCES = ("configs", "kernels_pallas", "lossless_certify", "specrl_jax", "LICENSE", "README.md", "pyproject.toml", "setup.py")
 OWN = """
 from specrl_jax.config import recipes
 
@@ -83,7 +83,7 @@ def test_a_wheel_has_the_library_and_the_configs_alone(built):
         entries.read_string(wheel.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode())
     of_clone = {
         path.relative_to(ROOT).as_posix()
-        for package in ("specrl_jax", "kernels_pallas")
+        for package in ("specrl_jax", "kernels_pallas", "lossless_certify")
         for path in (ROOT / package).rglob("*.py")
     }
     of_clone |= {f"specrl_jax/recipes/{path.name}" for path in (ROOT / "configs").glob("*.py")}

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify.types import Draft
+from lossless_certify.distributions import block_chances, rejection_chances, sequences, softmax
+from lossless_certify.statistics import total_variation, variation_limit
 from specrl_jax.decoding.admission import admit, flat_inputs, largest_probability
 from specrl_jax.decoding.pages import PagePool, PageTable, pick
 from specrl_jax.decoding.sampling import Sampling
@@ -17,9 +19,7 @@ from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import cells, toys
 from tests.helpers.cells import PROMPT, TARGET, Cell
 from tests.helpers.distributions import observed, response_distribution
-from tests.helpers.exact import block_chances, rejection_chances, sequences, softmax
 from tests.helpers.long import long_but, slow_but
-from tests.helpers.statistics import decisive_distance, total_variation
 
 # --- the law of two rows, enumerated: what one row drafts decides how much of the other is verified
 
@@ -45,11 +45,11 @@ def emitted(rule, p, q, drafts, n):
     """Return [V, V, V]: the distribution of the first three tokens, given the drafts of which n are verified."""
     x, after, law = drafts[:n], (along(p, drafts), along(q, drafts)), np.zeros((V,) * (K + 1))
     if rule == "block" and n:
-        h, scale = block_chances(after[0][: n + 1], after[1][:n], x)
+        h, scale = (values[0] for values in block_chances(after[0][None, : n + 1], after[1][None, :n], x[None]))
         ends = [h[t - 1] if t else 1.0 for t in range(n + 1)]
         chance = [ends[t] * np.prod([1 - h[i] for i in range(t, n)]) for t in range(n + 1)]
     else:
-        kept, scale = rejection_chances(*after, x), [1.0] * (n + 1)
+        kept, scale = rejection_chances(after[0][None], after[1][None, :n], x[None])[0], [1.0] * (n + 1)
         chance = [np.prod(kept[:t]) * (1 - kept[t] if t < n else 1.0) for t in range(n + 1)]
     for t in range(n + 1):
         left = np.maximum(scale[t] * after[0][t] - after[1][t], 0) if t < n else after[0][t]
@@ -283,7 +283,7 @@ def test_the_engine_returns_the_targets_distribution_under_a_budget(drafter, rul
     rollouts = cells.make_engine(cell, limits).generate(TARGET, [PROMPT] * GROUPS, samples, seed=3)
     expected = response_distribution(TARGET, PROMPT, cells.SEEN, cells.V - 1, Sampling())
     found = total_variation(observed(rollouts, cells.SEEN, cells.V - 1, cells.V), expected)
-    assert found < decisive_distance(len(expected), GROUPS, ERROR)
+    assert found < variation_limit(len(expected), GROUPS, ERROR)
     drafted = rollouts.drafted.sum(axis=0)
     assert rollouts.accepted.sum() > 0 and 0 < drafted[1] < drafted[0]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lossless_certify.distributions import sequences
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.programs import Program
@@ -19,7 +20,6 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import Stopped
 from tests.helpers import toys
 from tests.helpers.cells import TARGET, Cell, V, history_of, make_engine
-from tests.helpers.exact import sequences
 from tests.helpers.rollouts import MODEL, engine_and_weights
 
 PROMPTS = [row.tolist() for n in (1, 2, 3) for row in sequences(V, n)]

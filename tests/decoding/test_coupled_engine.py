@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify import reference
+from lossless_certify.distributions import sequences
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
-from tests.helpers.exact import sequences
 from tests.helpers.long import long_but
 
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)]

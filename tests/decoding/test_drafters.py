@@ -8,9 +8,9 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify.op import Noise
 from kernels_pallas.verify.sampling import TILE, draw
+from lossless_certify.distributions import joint, softmax
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from tests.helpers.exact import joint, softmax
 from tests.helpers.statistics import assert_drawn_from
 
 LOGITS = np.array([0.3, -1.2, 2.0, 0.0, 1.1], np.float32)

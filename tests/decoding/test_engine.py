@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Verified
+from lossless_certify.distributions import sequences
 from specrl_jax.decoding import calibration
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
@@ -25,7 +26,7 @@ from specrl_jax.errors import InputError, Stopped
 from tests.decoding.test_compiled import compilations
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
-from tests.helpers.exact import log_softmax, sequences
+from tests.helpers.exact import log_softmax
 from tests.helpers.long import long_but
 from tests.helpers.rollouts import assert_positions_add_up
 from tests.helpers.statistics import assert_drawn_from

@@ -14,10 +14,10 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from kernels_pallas.verify.op import verify
+from lossless_certify.distributions import block_chances, sequences, softmax
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import cells
 from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
-from tests.helpers.exact import block_chances, sequences, softmax
 from tests.helpers.interpreted import KERNELS
 
 
@@ -121,8 +121,8 @@ def expected_accepted(rule, k, target, draft):
         q = np.stack([softmax(draft[text[-1]]) for text in texts[:-1]])
         mass = np.prod(q[np.arange(k), drafts])
         if rule == "block":
-            h, _ = block_chances(p, q, drafts)
-            mean += mass * sum((1 - np.prod(1 - np.array(h[i:]))) for i in range(k))
+            h = block_chances(p[None], q[None], drafts[None])[0][0]
+            mean += mass * sum((1 - np.prod(1 - h[i:])) for i in range(k))
         else:
             kept = np.minimum(1, p[np.arange(k), drafts] / q[np.arange(k), drafts])
             mean += mass * np.cumprod(kept).sum()

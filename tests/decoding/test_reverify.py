@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from lossless_certify.distributions import sequences
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.reverify import AT_ONCE
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, make_engine
-from tests.helpers.exact import sequences
 from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lossless_certify.distributions import sequences
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
-from tests.helpers.exact import sequences
 from tests.helpers.long import long_but
 
 TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bb", b"c", b"\xc3", b"\xa9", b"abcab"]

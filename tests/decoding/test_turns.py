@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lossless_certify.distributions import sequences
 from specrl_jax.core import stand_in
 from specrl_jax.decoding import multi_turn
 from specrl_jax.decoding.extend import Extension
@@ -20,7 +21,6 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.conversations import MOST_TURNS, Talk, said
-from tests.helpers.exact import sequences
 from tests.helpers.toys import logits_after, watched
 
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)][:20]

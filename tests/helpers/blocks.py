@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
+from lossless_certify.distributions import flat_index, softmax
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from tests.helpers.exact import final_probs, flat_index, softmax
+from tests.helpers.exact import final_probs
 
 NO = -200.0  # a logit of probability zero in float32
 

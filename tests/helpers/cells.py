@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from lossless_certify.distributions import sequences
+from lossless_certify.statistics import total_variation, variation_limit
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.sampling import Sampling
@@ -13,8 +15,6 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.lookup_draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.distributions import greedy_response, observed, response_distribution
-from tests.helpers.exact import sequences
-from tests.helpers.statistics import decisive_distance, total_variation
 
 
 class Cell(NamedTuple):
@@ -136,4 +136,4 @@ def run_cell(cell, seed):
     expected = response_distribution(TARGET, PROMPT, SEEN, eos, sampling)
     distance = total_variation(observed(rollouts, SEEN, eos, V), expected)
     # Siblings count as one draw: the bound holds for the mean over independent groups of the mean within each.
-    return Outcome(groups, float(distance), decisive_distance(len(expected), groups, ERROR), accepted)
+    return Outcome(groups, distance, variation_limit(len(expected), groups, ERROR), accepted)

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from lossless_certify.distributions import flat_index
 from tests.helpers import toys
-from tests.helpers.exact import final_probs, flat_index
+from tests.helpers.exact import final_probs
 
 
 def response_distribution(table, prompt, longest, eos, sampling):

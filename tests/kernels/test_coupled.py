@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from kernels_pallas.verify import reference
 from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
+from lossless_certify.distributions import sequences, softmax
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from tests.helpers.blocks import SAMPLINGS, completed, make_model, nothing_drafted, plain_tokens, run_block, run_drafts
-from tests.helpers.exact import flat_index, joint, sequences, softmax
-from tests.helpers.long import long_but, slow_but
-from tests.helpers.statistics import assert_drawn_from
+from tests.helpers.blocks import SAMPLINGS, make_model, nothing_drafted, plain_tokens, run_block, run_drafts
+from tests.helpers.long import slow_but
 
 COUPLED = {name: dataclasses.replace(sampling, rule="coupled") for name, sampling in SAMPLINGS.items()}
 
@@ -55,41 +53,7 @@ def test_its_own_drafts_are_kept_up_to_the_first_that_differs(kind, name):
     np.testing.assert_array_equal(np.asarray(out.tokens)[emitted], plain[emitted])
 
 
-# --- the distribution
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COUPLED)
-def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, name):
-    """Exact, given that argmax(logits + g) is distributed as the softmax: sums the weights of all paths."""
-    model, sampling = make_model("random", 3, 2), COUPLED[name]
-    p, drafts, paths = model.p(sampling), sequences(3, 2), sequences(3, 3)
-    # Row r: noise that makes paths[r // 9] win, where top-k and top-p leave it in play.
-    winners = jnp.array(np.repeat(paths, len(drafts), axis=0))
-
-    def chosen(seed, rollout_id, position, V):
-        return 100 * jax.nn.one_hot(winners[rollout_id, position], V)
-
-    monkeypatch.setattr(reference.counter, "gumbel_rows", chosen)
-    tiled = np.tile(drafts, (len(paths), 1))
-    target = model.along(model.target, tiled)
-    rows = len(tiled)
-    noise = Noise(jnp.uint32(0), jnp.arange(rows), jnp.zeros(rows, jnp.int32))
-    draft = Draft(jnp.array(tiled), None, jnp.zeros(rows, bool))
-    out = verify(VerifyInputs(noise, draft, jnp.array(target)), sampling)
-    tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
-
-    probs = model.along(p, tiled)
-    wins = np.take_along_axis(probs, np.asarray(winners)[..., None], axis=-1)[..., 0]
-    for draft in range(len(drafts)):
-        distribution = np.zeros(27)
-        for row in range(draft, rows, len(drafts)):
-            mass = np.zeros((3,) * (accepted[row] + 1))
-            mass[tuple(tokens[row, : accepted[row] + 1])] = np.prod(wins[row])
-            for conditional in p[accepted[row] + 1 :]:
-                mass = mass[..., None] * conditional
-            distribution += mass.ravel()
-        np.testing.assert_allclose(distribution, joint(p).ravel(), rtol=0, atol=1e-14)
+# --- the distribution; that of whole blocks: test_certified.py
 
 
 @pytest.mark.slow
@@ -107,19 +71,6 @@ def test_the_best_of_logits_and_noise_has_the_distribution_of_the_softmax(monkey
     noise = Noise(jnp.uint32(0), jnp.zeros(rows, jnp.uint32), jnp.zeros(rows, jnp.int32))
     out = verify(VerifyInputs(noise, nothing_drafted(rows), logits), COUPLED["plain"])
     assert abs(np.asarray(out.tokens).mean() - softmax([0, logit])[1]) < 1e-3
-
-
-@pytest.mark.parametrize(
-    "kind, name", long_but([("random", "plain"), ("reduced", "all three")], ["random", "reduced"], COUPLED)
-)
-def test_the_joint_distribution_with_real_noise_is_the_targets(kind, name):
-    """27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
-    model, sampling = make_model(kind, 3, 2), COUPLED[name]
-    drafts, out = run_block(model, sampling, np.arange(50_000))
-    indices = completed(model, sampling, out.tokens, out.num_accepted + 1)
-    assert_drawn_from(indices, joint(model.p(sampling)).ravel(), at_most=0.02)
-    # Drafts too are drawn from q.
-    assert_drawn_from(flat_index(drafts, 3), joint(model.q(sampling)).ravel(), at_most=0.02)
 
 
 # --- the noise of drafter and verifier

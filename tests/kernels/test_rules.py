@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify import rules
+from lossless_certify.distributions import block_chances, flat_index, joint, rejection_chances, sequences
 from specrl_jax.decoding.sampling import Sampling
-from tests.helpers import exact
 from tests.helpers.blocks import KINDS, QUICKLY, SAMPLINGS, make_model
-from tests.helpers.exact import flat_index, joint, sequences
 from tests.helpers.long import slow_but
 
 SIZES = [(V, k) for V in (2, 3, 4) for k in (1, 2, 3)]
@@ -86,7 +85,7 @@ def test_the_distribution_is_exact_under_temperature_top_k_and_top_p(rule, name)
 
 @pytest.mark.parametrize("V, k", SIZES)
 def test_the_chances_are_those_of_the_papers(V, k):
-    """Against a loop over single drafts; the block's by its number too, so that S and P are right one by one."""
+    """Against those of `lossless_certify`; the block's by its number too, so that S and P are right one by one."""
     drafts = sequences(V, k)
     for kind in ("random", "peaked", "disjoint", "zeros"):
         model = make_model(kind, V, k, none=-np.inf)
@@ -96,11 +95,10 @@ def test_the_chances_are_those_of_the_papers(V, k):
         kept = in_float64(rules.rejection_chances, p_x, q_x)
         # A token that the draft never drafts has no chance by definition; what it is here does not matter.
         possible = (q_x > 0).all(axis=1)
-        for row in np.flatnonzero(possible):
-            expected_h, expected_P = exact.block_chances(p[row], q[row], drafts[row])
-            np.testing.assert_allclose(h[row], expected_h, rtol=1e-12, atol=1e-14)
-            np.testing.assert_allclose(P[row], expected_P, rtol=1e-14)
-            np.testing.assert_allclose(kept[row], exact.rejection_chances(p[row], q[row], drafts[row]), rtol=1e-14)
+        expected_h, expected_P = block_chances(p, q, drafts)
+        np.testing.assert_allclose(h[possible], expected_h[possible], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(P[possible], expected_P[possible], rtol=1e-14)
+        np.testing.assert_allclose(kept[possible], rejection_chances(p, q, drafts)[possible], rtol=1e-14)
 
 
 @pytest.mark.slow

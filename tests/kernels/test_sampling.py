@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from kernels_pallas import noise
 from kernels_pallas.verify.limits import MOST_KEPT
 from kernels_pallas.verify.sampling import TILE, draw, final_logits, truncate
+from lossless_certify.distributions import softmax
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.errors import InputError
-from tests.helpers.exact import final_probs, kept, softmax
+from tests.helpers.exact import final_probs, kept
 from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 

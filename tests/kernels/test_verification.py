@@ -1,4 +1,4 @@
-"""`verify` under rejection, block and greedy: its exact and its sampled distribution, and its results."""
+"""`verify` under rejection, block and greedy: its results. Its distribution: test_certified.py."""
 
 import dataclasses
 import functools
@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
-from kernels_pallas.verify import sampling as draws
 from kernels_pallas.verify.op import Draft, Noise, RowSampling, VerifyInputs, verify
-from specrl_jax.decoding.drafters import sample_draft
+from lossless_certify.distributions import joint
 from specrl_jax.decoding.sampling import Sampling
-from tests.helpers import exact
 from tests.helpers.blocks import (
-    KINDS,
     NO,
     QUICKLY,
     SAMPLINGS,
@@ -30,60 +26,16 @@ from tests.helpers.blocks import (
     run_block,
     run_drafts,
 )
-from tests.helpers.exact import final_probs, flat_index, joint, log_softmax, sequences
+from tests.helpers.exact import final_probs, log_softmax
 from tests.helpers.interpreted import KERNELS
 from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 
-# Width of the cells on both sides of a breakpoint: a threshold that is off by more lands in the wrong cell.
-EDGE = 1e-3
 RATIO_RULES = ["rejection", "block"]
 
 
 def with_rule(rule, name="plain"):
     return dataclasses.replace(SAMPLINGS[name], rule=rule)
-
-
-# --- exact enumeration
-
-
-def cells(breakpoints):
-    """[N, M] breakpoints in [0, 1] -> midpoints and widths [N, 3M + 1] of the cells between them.
-
-    Within a cell the rule takes one decision, so the sum over cells of width x decision is its exact integral. A
-    narrow cell on either side of each breakpoint sees whether the code's breakpoint is where the mathematics says.
-    """
-    ends = np.zeros((len(breakpoints), 1)), np.ones((len(breakpoints), 1))
-    around = np.concatenate([breakpoints - EDGE, breakpoints, breakpoints + EDGE], axis=1)
-    edges = np.sort(np.concatenate([ends[0], np.clip(around, 0, 1), ends[1]], axis=1))
-    return (edges[:, 1:] + edges[:, :-1]) / 2, np.diff(edges)
-
-
-def steps(weights):
-    """[N, n, V] -> breakpoints [N, n * (V - 1)] of the inverse CDFs."""
-    inner = np.cumsum(weights, axis=-1)[..., :-1] / weights.sum(axis=-1, keepdims=True)
-    return inner.reshape(len(weights), -1)
-
-
-def ratio_grids(rule, p_path, q_path, drafts):
-    """The cells of each draw of a block, and the key (stream, position, offset) of each, from the definitions."""
-    k, residual, chances = drafts.shape[1], [], []
-    for p, q, x in zip(p_path, q_path, drafts, strict=True):
-        h, P = exact.block_chances(p, q, x) if rule == "block" else (exact.rejection_chances(p, q, x), np.ones(k))
-        left = np.maximum(np.array(P)[:k, None] * p[:k] - q, 0)
-        left = np.where(left.sum(axis=-1, keepdims=True) > 1e-12, left, p[:k])
-        residual.append(np.concatenate([left, p[k:]]))
-        chances.append(h)
-    accept = [cells(np.array(chances)[:, i : i + 1]) for i in range(k)]
-    # One draw of the residual is made, at the offset where the draft ends: the cells serve every offset.
-    keys = [[(counter.ACCEPT, 0, i)] for i in range(k)] + [[(counter.RESIDUAL, 0, n) for n in range(k + 1)]]
-    return [*accept, cells(steps(np.stack(residual)))], keys
-
-
-def equality_grids(p_path):
-    """The same where a token is drawn at every position, each with the noise of that position."""
-    places = range(p_path.shape[1])
-    return [cells(steps(p_path[:, i : i + 1])) for i in places], [[(counter.RESIDUAL, i, 0)] for i in places]
 
 
 @functools.partial(jax.jit, static_argnames="sampling", compiler_options=QUICKLY)
@@ -97,113 +49,6 @@ def verify_with(uniform, draft, target_logits, sampling):
     noise = Noise(jnp.uint32(0), jnp.arange(rows), jnp.zeros(rows, jnp.int32))
     with mock.patch.object(reference.counter, "uniforms", tabulated):
         return verify(VerifyInputs(noise, draft, target_logits), sampling)
-
-
-def emitted_distribution(model, sampling, drafts, draft_weights, certain=None):
-    """Distribution [V ** (k + 1)] of k + 1 tokens: what `verify` emits, completed by sampling from the target.
-
-    Integrates the function `verify` itself over its uniforms: every draft path, every cell of every draw. The
-    breakpoints come from the definition, in float64.
-
-    Args:
-      drafts: [N, k]; -1 where nothing was drafted.
-      certain: None for a draft with probabilities; "no logits" or "logits to ignore" for one without.
-    """
-    V, k = model.V, drafts.shape[1]
-    p = model.p(sampling)
-    p_path = model.along(p, drafts)
-    if certain or k == 0:
-        grids, keys = equality_grids(p_path)
-    else:
-        grids, keys = ratio_grids(sampling.rule, p_path, model.along(model.q(sampling), drafts), drafts)
-
-    # Rows: path x cells of each draw.
-    counts = [middle.shape[1] for middle, _ in grids]
-    path, *which = (index.ravel() for index in np.indices((len(drafts), *counts)))
-    weight = draft_weights[path] * np.prod([width[path, w] for (_, width), w in zip(grids, which, strict=True)], axis=0)
-    uniform = np.full((len(path), 3, k + 1, k + 1), np.nan, np.float32)
-    for (middle, _), w, places in zip(grids, which, keys, strict=True):
-        for stream, position, offset in places:
-            uniform[:, stream, position, offset] = middle[path, w]
-
-    draft = Draft(
-        jnp.array(np.where(drafts >= 0, drafts, V - 1)[path]),
-        None if certain == "no logits" else jnp.array(model.draft_logits(drafts)[path]),
-        jnp.full(len(path), bool(certain)),
-        vocab_map=model.jax_map(),
-        num_drafted=jnp.array((drafts >= 0).sum(axis=1)[path]) if (drafts < 0).any() else None,
-    )
-    out = verify_with(jnp.array(uniform), draft, jnp.array(model.along(model.target, drafts)[path]), sampling)
-    tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
-    distribution = np.zeros(V ** (k + 1))
-    for n in range(k + 1):
-        rows = accepted == n
-        mass = np.bincount(flat_index(tokens[rows, : n + 1], V), weight[rows], V ** (n + 1)).reshape((V,) * (n + 1))
-        for conditional in p[n + 1 :]:
-            mass = mass[..., None] * conditional
-        distribution += mass.ravel()
-    return distribution
-
-
-def assert_exact(model, sampling, distribution):
-    np.testing.assert_allclose(distribution, joint(model.p(sampling)).ravel(), rtol=0, atol=1e-10)
-
-
-def drawn_distribution(model, sampling):
-    return emitted_distribution(model, sampling, sequences(model.V, model.k), joint(model.q(sampling)).ravel())
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("V, k", long_but([(3, 3)], [(2, 3), (3, 1), (3, 3), (4, 2)], slow=[(2, 3), (3, 1), (4, 2)]))
-def test_emitted_tokens_have_exactly_the_targets_distribution(rule, V, k):
-    for kind in KINDS:
-        model = make_model(kind, V, k)
-        assert_exact(model, with_rule(rule), drawn_distribution(model, with_rule(rule)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_distribution_is_exact_under_temperature_top_k_and_top_p(rule, name):
-    # With this seed a block's residual without its scale is off by more than 1e-2.
-    model, sampling = make_model("random", 3, 2, seed=3), with_rule(rule, name)
-    assert_exact(model, sampling, drawn_distribution(model, sampling))
-    if name == "all three":
-        model = make_model("reduced", 3, 2)
-        assert_exact(model, sampling, drawn_distribution(model, sampling))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("certain", ["no logits", "logits to ignore"])
-@pytest.mark.parametrize("rule, name", [("rejection", "plain"), ("rejection", "all three"), ("block", "plain")])
-def test_the_distribution_is_exact_given_each_draft_without_probabilities(certain, rule, name):
-    """For every draft, not on average over drafts; those that end early among them."""
-    model, sampling = make_model("random", 3, 2), with_rule(rule, name)
-    early = np.array([[0, -1], [2, -1], [-1, -1]], np.int32)
-    for path in np.concatenate([sequences(3, 2), early]):
-        assert_exact(model, sampling, emitted_distribution(model, sampling, path[None], np.ones(1), certain))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "zeros", "reduced"])
-def test_the_distribution_is_exact_given_long_drafts_without_probabilities(kind):
-    model, sampling = make_model(kind, 3, 3), Sampling()
-    for path in np.array([[0, 0, 0], [1, 2, 0], [2, 1, -1]], np.int32):
-        assert_exact(model, sampling, emitted_distribution(model, sampling, path[None], np.ones(1), "logits to ignore"))
-
-
-@pytest.mark.parametrize("rule, name", [*(("rejection", name) for name in SAMPLINGS), ("block", "all three")])
-def test_nothing_drafted_is_plain_sampling(rule, name):
-    model, sampling = make_model("random", 4, 0), with_rule(rule, name)
-    assert_exact(model, sampling, emitted_distribution(model, sampling, sequences(4, 0), np.ones(1)))
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_the_enumeration_sees_a_wrong_rule(rule):
-    """Negative control: drafts weighted by a q other than the one verified against change the distribution."""
-    model, sampling = make_model("random", 3, 2), with_rule(rule)
-    distribution = emitted_distribution(model, sampling, sequences(3, 2), np.full(9, 1 / 9))
-    assert np.abs(distribution - joint(model.p(sampling)).ravel()).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -222,166 +67,6 @@ def test_a_residual_that_rounds_to_nothing_still_gives_a_possible_token(rule):
     out = verify_with(uniform, drafted, jnp.broadcast_to(jnp.array(target), (1, 2, 3)), with_rule(rule))
     emitted = np.asarray(out.tokens)[0, : int(out.num_accepted[0]) + 1]
     assert 0 not in emitted.tolist()
-
-
-# --- with its own noise
-
-
-JOINT = [
-    *(("rejection", "random", 3, 2, name, False) for name in SAMPLINGS if name != "all three"),
-    ("rejection", "random", 3, 0, "plain", False),
-    *(
-        (rule, *case)
-        for rule in RATIO_RULES
-        for case in [
-            ("random", 2, 3, "plain", False),
-            ("random", 3, 2, "all three", False),
-            ("random", 3, 2, "plain", True),
-            ("zeros", 3, 2, "plain", False),
-            ("peaked", 3, 2, "plain", False),
-            ("equal", 3, 2, "plain", False),
-            ("reduced", 3, 2, "warm", False),
-        ]
-    ),
-]
-FAST = [(rule, "reduced", 3, 2, "warm", False) for rule in RATIO_RULES]
-
-
-@pytest.mark.parametrize("rule, kind, V, k, name, deterministic", long_but(FAST, JOINT))
-def test_the_joint_distribution_with_real_noise_is_the_targets(rule, kind, V, k, name, deterministic):
-    """At most 27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
-    model, sampling = make_model(kind, V, k), with_rule(rule, name)
-    drafts, out = run_block(model, sampling, np.arange(50_000), deterministic=deterministic)
-    probs = joint(model.p(sampling)).ravel()
-    # The outcomes that exist: top-k and top-p remove some, which must not occur at all.
-    assert_drawn_from(completed(model, sampling, out.tokens, out.num_accepted + 1), probs, at_most=0.02)
-    if k and not deterministic:
-        assert_drawn_from(flat_index(drafts, V), joint(model.q(sampling)).ravel(), at_most=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_the_bonus_does_not_depend_on_how_lucky_the_drafts_were(rule):
-    """Given that all drafts were accepted, the bonus follows p: shared noise between streams would tilt it.
-
-    Draft and target equal, so all are accepted; 27 outcomes, error rates 1e-6 at 0.02 against 0.04.
-    """
-    model, sampling = make_model("equal", 3, 2), with_rule(rule)
-    drafts, out = run_block(model, sampling, np.arange(50_000))
-    assert (np.asarray(out.num_accepted) == 2).mean() > 0.999
-    sequence = np.concatenate([np.asarray(drafts), np.asarray(out.tokens)[:, 2:]], axis=1)
-    assert_drawn_from(flat_index(sequence, 3), joint(model.p(sampling)).ravel(), at_most=0.02)
-
-
-@pytest.mark.slow
-def test_the_joint_distribution_holds_where_the_vocabulary_takes_several_tiles(monkeypatch):
-    """Beyond one tile a draw uses both words of its noise, and the first word is the acceptance's too.
-
-    Tiles of two tokens; 25 outcomes, error rates 1e-6 at 0.02 against 0.04.
-    """
-    monkeypatch.setattr(draws, "TILE", 2)
-    model, sampling = make_model("random", 5, 1), Sampling()
-    with jax.disable_jit():  # what was compiled knows the usual tile
-        drafts, out = run_block(model, sampling, np.arange(50_000))
-    assert_drawn_from(drafts, model.q(sampling)[0], at_most=0.02)
-    indices = completed(model, sampling, out.tokens, out.num_accepted + 1)
-    assert_drawn_from(indices, joint(model.p(sampling)), at_most=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_the_acceptance_rate_is_the_overlap_of_p_and_q(rule):
-    """E[accepted first draft] = sum min(p, q); two outcomes, error rates 1e-6 at 0.0125 against 0.025."""
-    model = make_model("random", 4, 1)
-    sampling = dataclasses.replace(with_rule(rule), temperature=0.8)
-    _, out = run_block(model, sampling, np.arange(50_000))
-    overlap = np.minimum(model.p(sampling)[0], model.q(sampling)[0]).sum()
-    assert_drawn_from(np.asarray(out.num_accepted), [1 - overlap, overlap], at_most=0.0125)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize("change", [{"seed": 2}, {"position": 18}, {"ids": np.arange(1000, 2000)}])
-def test_seed_position_and_rollout_id_each_change_the_outcome(rule, change):
-    model, sampling = make_model("random", 4, 2), with_rule(rule)
-    before = run_block(model, sampling, np.arange(1000))[1]
-    after = run_block(model, sampling, **({"ids": np.arange(1000)} | change))[1]
-    # Independent draws over 4 tokens agree in at least a quarter of rows and, here, in well under nine tenths.
-    assert (np.asarray(before.tokens[:, 0]) == np.asarray(after.tokens[:, 0])).mean() < 0.9
-
-
-# --- two blocks in a row
-
-
-def two_blocks(model, sampling, ids, k):
-    """(tokens [B, 2k+2], count [B]) of two successive blocks of k drafts; `model` knows longer prefixes than they need.
-
-    After four tokens or more the second block drafts from nowhere; what it adds then is beyond those looked at.
-    """
-    V, B = model.V, len(ids)
-    # Breadth first: the row of a prefix is that of the prefix without its last token, times V, plus that token + 1.
-    target, draft = (jnp.concatenate([jnp.array(t).reshape(-1, V) for t in x]) for x in (model.target, model.draft))
-
-    def run(seed, ids, node, tokens):
-        count = node
-        for _ in range(2):
-            noise = Noise(seed, ids, 17 + count)
-            nodes, drafts = [node], []
-            for i in range(k):
-                drafts.append(sample_draft(noise, draft[nodes[-1]], i, vocab_map=None, sampling=sampling))
-                nodes.append(V * nodes[-1] + drafts[-1] + 1)
-            nodes = jnp.stack(nodes, axis=1)
-            drafted = Draft(jnp.stack(drafts, axis=1), draft[nodes[:, :-1]], jnp.zeros(B, bool))
-            out = verify(VerifyInputs(noise, drafted, target[nodes]), sampling)
-            places = count[:, None] + jnp.arange(k + 1)[None]
-            tokens = tokens.at[jnp.arange(B)[:, None], places].set(out.tokens)
-            last = jnp.take_along_axis(out.tokens, out.num_accepted[:, None], axis=1)[:, 0]
-            node = V * jnp.take_along_axis(nodes, out.num_accepted[:, None], axis=1)[:, 0] + last + 1
-            count += out.num_accepted + 1
-        return tokens, count
-
-    # Arguments, not constants: the compiler would fold what it can for seconds.
-    root, nothing = jnp.zeros(B, jnp.int32), jnp.zeros((B, 2 * k + 2), jnp.int32)
-    return jax.jit(run, compiler_options=QUICKLY)(jnp.uint32(5), jnp.asarray(ids, jnp.uint32), root, nothing)
-
-
-@pytest.fixture(scope="module")
-def seven_deep():
-    """A draft surer than its target: the first block often ends early, having seen the noise of later offsets."""
-    model = Model(np.random.default_rng(0), 2, 6, scale=0.5)
-    model.draft = [table + np.array([1, -1], np.float32) for table in model.draft]
-    return model
-
-
-def assert_four_tokens_follow_the_target(model, sampling):
-    """16 outcomes, 2**17 rollouts: error rates 1e-6 at total variation 0.01 against 0.02."""
-    tokens, count = two_blocks(model, sampling, np.arange(2**17), k=3)
-    probs = joint(model.p(sampling)[:4]).ravel()
-    assert_drawn_from(completed(model, sampling, tokens[:, :4], count), probs, at_most=0.01)
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_two_blocks_in_a_row_have_the_targets_joint_distribution(rule, seven_deep):
-    assert_four_tokens_follow_the_target(seven_deep, with_rule(rule))
-
-
-def test_noise_of_the_absolute_position_makes_the_second_block_depend_on_the_first(monkeypatch, seven_deep):
-    """Negative control: offset j of the block at n with the acceptance noise of position n + j.
-
-    Later offsets decided how much of the first block was kept, so their noise is not fresh in the second.
-    """
-    right = counter.uniforms
-
-    def by_position(seed, rollout_id, position, offset, stream):
-        if stream == counter.ACCEPT:
-            position, offset = position + offset, 0
-        return right(seed, rollout_id, position, offset, stream)
-
-    monkeypatch.setattr(reference.counter, "uniforms", by_position)
-    # The rejection rule looks at nothing beyond the first failure, so there this keying would do.
-    assert_four_tokens_follow_the_target(seven_deep, with_rule("rejection"))
-    with pytest.raises(AssertionError, match="total variation"):
-        assert_four_tokens_follow_the_target(seven_deep, with_rule("block"))
 
 
 # --- drafts without probabilities

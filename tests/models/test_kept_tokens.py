@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify.sampling import truncate
+from lossless_certify.distributions import sequences
 from specrl_jax.core import DraftTerms
 from specrl_jax.data.rows import KeptTokens
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models.lm_head import TargetDistribution, TokenScores, draft_terms, token_scores
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
-from tests.helpers.exact import final_probs, sequences
+from tests.helpers.exact import final_probs
 from tests.helpers.long import long_but, slow_but
 from tests.models.test_lm_head import (
     CLOSE,

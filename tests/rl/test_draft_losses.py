@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lossless_certify.distributions import rejection_chances, sequences, softmax
 from specrl_jax.core import DraftTerms, Mean
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
@@ -37,7 +38,7 @@ from specrl_jax.rl.draft_losses import (
 )
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.blocks import QUICKLY
-from tests.helpers.exact import log_softmax, rejection_chances, sequences, softmax
+from tests.helpers.exact import log_softmax
 from tests.helpers.unrolled import unrolled
 
 STEPS, B, T = 3, 4, 10
@@ -330,7 +331,7 @@ def expected_kept(p, q):
     k = len(p)
     total = 0.0
     for draft in sequences(V, k):
-        chances = np.cumprod(rejection_chances(p, q, draft))
+        chances = np.cumprod(rejection_chances(p[None], q[None], draft[None])[0])
         total += np.prod(q[range(k), draft]) * chances.sum()
     return total
 

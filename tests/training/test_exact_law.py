@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.helpers.exact import flat_index, softmax
+from lossless_certify.distributions import flat_index, softmax
+from lossless_certify.statistics import total_variation, variation_limit
 from tests.helpers.long import slow_but
-from tests.helpers.statistics import decisive_distance, total_variation
 
 V, LONGEST, SEEN, END = 3, 4, 2, 2
 N = 2**20
@@ -119,7 +119,7 @@ def distance(text):
             mass *= float(token == END) if ended else NEW[last, token]
             ended, last = ended or token == END, token
         expected[flat_index(text_of, V)] += mass
-    return total_variation(flat_index(text, V), expected), decisive_distance(len(expected), len(text), ERROR)
+    return total_variation(flat_index(text, V), expected), variation_limit(len(expected), len(text), ERROR)
 
 
 def test_rollouts_that_are_all_verified_are_samples_of_the_new_policy():

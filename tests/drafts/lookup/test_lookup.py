@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Draft, Verified
+from lossless_certify.distributions import flat_index, joint, sequences
 from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
@@ -22,7 +23,7 @@ from specrl_jax.decoding.step import StepOptions, commit, speculative_step
 from specrl_jax.drafts.lookup.lookup_draft import lookup_drafter, lookup_override
 from specrl_jax.drafts.lookup.search import BLOCK, Match, longest_match, look_up
 from tests.helpers import toys
-from tests.helpers.exact import final_probs, flat_index, joint, sequences
+from tests.helpers.exact import final_probs
 from tests.helpers.statistics import assert_drawn_from
 
 B, C, M, S, V = 5, 2, 3, 12, 2
