@@ -1,7 +1,6 @@
-"""Wrap an engine's verification as a `Sampler`: its shapes, its noise, its output.
+"""Wrap an engine's verification as a `Sampler`; a subclass with a method `draft` uses the engine's own drafts, too.
 
-Adapters call a function of the engine's signature with NumPy arrays, of which a wrapper of a few lines makes tensors,
-after sampling parameters. A subclass with a method `draft` uses the engine's own drafts.
+Adapters call a function of the engine's signature with NumPy arrays, of which a wrapper of a few lines makes tensors.
 """
 
 import dataclasses
@@ -35,7 +34,9 @@ class VllmSampler:
         p = block.target_probs[:, :k][drafted].astype(np.float32)
         q = None if q is None else q[drafted].astype(np.float32)
         bonus = np.reshape(self.sample(block.target_logits[np.arange(B), n], block), (B, 1))
-        emitted = self.reject(ids, n.tolist(), int(n.max()), ends, q, p, bonus, block)
+        emitted = self.reject(
+            ids, n.tolist(), int(n.max()), ends, q, target_probs=p, bonus_token_ids=bonus, sampling_metadata=block
+        )
         tokens = np.pad(emitted, ((0, 0), (0, k + 1 - emitted.shape[1])), constant_values=-1)
         return tokens, (tokens != -1).sum(axis=1)
 
@@ -58,10 +59,10 @@ class VllmKernelSampler:
         row, offset = (x.astype(np.int32) for x in np.nonzero(used))
         p, q = _logits(block.target_probs[used]), None if q is None else _logits(q)
         ids, ends = np.pad(block.draft_tokens, ((0, 0), (1, 0)))[used], np.pad((n + 1).cumsum(), (1, 0))
-        position, slots = block.position[row] - 1 + offset, np.arange(B, dtype=np.int32)
+        rows = {"idx_mapping": np.arange(B, dtype=np.int32), "expanded_idx_mapping": row, "expanded_local_pos": offset}
         seed = (block.seed << 32) + block.request.astype(np.int64)
-        temperature = block.temperature
-        return self.reject(p, q, ids, ends.astype(np.int32), position, slots, row, offset, temperature, seed, k)
+        settings = {"temperature": block.temperature, "seed": seed, "num_speculative_steps": k}
+        return self.reject(p, q, ids, ends.astype(np.int32), block.position[row] - 1 + offset, **rows, **settings)
 
 
 @dataclasses.dataclass

@@ -27,30 +27,30 @@ def verify(sampler, p, q, drafts, n, *, request=0, position=0):
 class Stream(RightSampler):  # its noise has no keys, as that of torch's generators
     rng = np.random.default_rng(0)
 
-    def noise(self, keys, stream, position, offset):
+    def noise(self, keys, stream, position, *, offset=0):
         return self.rng.random(np.broadcast_shapes(np.shape(position), np.shape(offset)))
 
 
 def sample(logits, block, top_k=True):
-    settings = (x[:, None] for x in (block.temperature, block.top_k * top_k, block.top_p))
-    return draw(sampling_probs(logits, *settings), Stream.rng.random(len(logits)))
+    temperature, top_k, top_p = (x[:, None] for x in (block.temperature, block.top_k * top_k, block.top_p))
+    return draw(sampling_probs(logits, temperature, top_k=top_k, top_p=top_p), Stream.rng.random(len(logits)))
 
 
-def reject(ids, num_drafted, longest, ends, q, p, bonus, block):
+def reject(ids, num_drafted, longest, ends, q, target_probs, bonus_token_ids, sampling_metadata):
     n = np.diff(ends, prepend=0)
-    assert n.tolist() == num_drafted and longest == max(num_drafted)
-    mask, q = np.arange(longest) < n[:, None], np.eye(p.shape[1])[ids] if q is None else q
+    mask, rows = np.arange(longest) < n[:, None], np.arange(len(n))
+    assert n.tolist() == num_drafted and mask.any(axis=0).all()
     with np.errstate(divide="ignore"):
-        p, q = np.pad(padded(np.log(p), mask), ((0, 0), (0, 1), (0, 0))), padded(np.log(q), mask)
-    tokens, count = verify(Stream(), p, q, padded(ids, mask), n)
-    tokens[np.arange(len(n)), n] = bonus[:, 0]
+        p, q = padded(np.log(target_probs), mask), None if q is None else padded(np.log(q), mask)
+    tokens, count = verify(Stream(), np.pad(p, ((0, 0), (0, 1), (0, 0))), q, padded(ids, mask), n)
+    tokens[rows, n] = bonus_token_ids[:, 0]
     return np.where(np.arange(longest + 1) < count[:, None], tokens, -1)
 
 
-def kernel(sampler, p, q, ids, ends, position, slots, row, offset, temperature, seed, k):
+def kernel(sampler, p, q, ids, ends, position, *, num_speculative_steps, seed, **rows):
     n = np.diff(ends) - 1
-    mask = np.arange(k + 1) <= n[:, None]
-    assert (padded(row, mask) == slots[:, None] * mask).all() and (padded(offset, mask).max(axis=1) == n).all()
+    mask = np.arange(num_speculative_steps + 1) <= n[:, None]
+    assert np.array_equal(np.nonzero(mask), [rows["expanded_idx_mapping"], rows["expanded_local_pos"]])
     drafts, first = padded(ids, mask)[:, 1:], position[ends[:-1]] + 1
     return verify(sampler, padded(p, mask), q, drafts, n, request=seed, position=first)
 
