@@ -17,8 +17,8 @@ from lossless_certify.noise import ACCEPT, RESIDUAL, uniforms
 class VllmSampler:
     """vLLM V1's `rejection_sample`, for which the ordinary sampler, `sample`, has drawn the bonus token already.
 
-    Not run against vLLM: signature of vllm/v1/sample/rejection_sampler.py, commit 7f6fc1c5, read on 2026-11-28. The
-    block is in place of `sampling_metadata`. `sample(logits [B, V] before temperature, block)` returns tokens [B].
+    Not run against vLLM: signature of vllm/v1/sample/rejection_sampler.py since vllm#32852 (2026-02), read on
+    2026-11-28, with the block as `sampling_metadata`. `sample(logits [B, V] before temperature, block)`: tokens [B].
     """
 
     reject: Callable[..., Any]
@@ -31,11 +31,11 @@ class VllmSampler:
         (B, k), n = block.draft_tokens.shape, block.num_drafted
         drafted, q = np.arange(k) < n[:, None], block.draft_probs
         ids, ends = block.draft_tokens[drafted], n.cumsum().astype(np.int32)
-        p = block.target_probs[:, :k][drafted].astype(np.float32)
+        p = _logits(block.target_probs[:, :k][drafted])
         q = None if q is None else q[drafted].astype(np.float32)
         bonus = np.reshape(self.sample(block.target_logits[np.arange(B), n], block), (B, 1))
         emitted = self.reject(
-            ids, n.tolist(), int(n.max()), ends, q, target_probs=p, bonus_token_ids=bonus, sampling_metadata=block
+            ids, n.tolist(), int(n.max()), ends, q, target_logits=p, bonus_token_ids=bonus, sampling_metadata=block
         )
         tokens = np.pad(emitted, ((0, 0), (0, k + 1 - emitted.shape[1])), constant_values=-1)
         return tokens, (tokens != -1).sum(axis=1)
@@ -45,8 +45,8 @@ class VllmSampler:
 class VllmKernelSampler:
     """vLLM's newer `rejection_sample`: it draws the bonus token, too, with noise keyed by seed and position.
 
-    Not run against vLLM: signature of vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py, commit 02e318bd, read
-    on 2026-11-28. The rows of a request are the token before its drafts, here 0, and its drafts.
+    Not run against vLLM: signature of vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py since vllm#50910
+    (2026-08: the draft's logits are before temperature), read on 2026-11-28. Rows of a request: a token, its drafts.
     """
 
     reject: Callable[..., Any]
@@ -54,8 +54,8 @@ class VllmKernelSampler:
 
     def verify(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens [B, k + 1], count [B])."""
-        (B, k), n, q = block.draft_tokens.shape, block.num_drafted, block.draft_probs
-        used = np.arange(k + 1) <= n[:, None]
+        (B, k), n = block.draft_tokens.shape, block.num_drafted
+        used, q = np.arange(k + 1) <= n[:, None], dataclasses.replace(block, temperature=np.ones(B)).draft_probs
         row, offset = (x.astype(np.int32) for x in np.nonzero(used))
         p, q = _logits(block.target_probs[used]), None if q is None else _logits(q)
         ids, ends = np.pad(block.draft_tokens, ((0, 0), (1, 0)))[used], np.pad((n + 1).cumsum(), (1, 0))

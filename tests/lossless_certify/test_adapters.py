@@ -18,9 +18,9 @@ def padded(rows, mask):
     return full
 
 
-def verify(sampler, p, q, drafts, n, *, request=0, position=0):
+def verify(sampler, p, q, drafts, n, *, seed=0, position=0):
     zeros, one = np.zeros(len(n), np.int64), np.ones(len(n), np.float32)
-    keys = {"request": zeros + request, "seed": 0, "position": zeros + position, "number": zeros}
+    keys = {"request": zeros + seed, "seed": 0, "position": zeros + position, "number": zeros}
     return sampler.verify(Block(drafts, n, p, q, None, temperature=one, top_k=zeros, top_p=one, **keys))
 
 
@@ -36,23 +36,23 @@ def sample(logits, block, top_k=True):
     return draw(sampling_probs(logits, temperature, top_k=top_k, top_p=top_p), Stream.rng.random(len(logits)))
 
 
-def reject(ids, num_drafted, longest, ends, q, target_probs, bonus_token_ids, sampling_metadata):
+def reject(ids, num_drafted, longest, ends, q, target_logits, bonus_token_ids, sampling_metadata):
     n = np.diff(ends, prepend=0)
-    mask, rows = np.arange(longest) < n[:, None], np.arange(len(n))
+    mask = np.arange(longest) < n[:, None]
     assert n.tolist() == num_drafted and mask.any(axis=0).all()
-    with np.errstate(divide="ignore"):
-        p, q = padded(np.log(target_probs), mask), None if q is None else padded(np.log(q), mask)
-    tokens, count = verify(Stream(), np.pad(p, ((0, 0), (0, 1), (0, 0))), q, padded(ids, mask), n)
-    tokens[rows, n] = bonus_token_ids[:, 0]
+    p, q = padded(target_logits, mask), None if q is None else padded(np.log(np.float64(q) + 1e-300), mask)
+    p = np.pad(p, ((0, 0), (0, 1), (0, 0)))
+    tokens, count = verify(Stream(), p, q, padded(ids, mask), n)
+    tokens[np.arange(len(n)), n] = bonus_token_ids[:, 0]
     return np.where(np.arange(longest + 1) < count[:, None], tokens, -1)
 
 
-def kernel(sampler, p, q, ids, ends, position, *, num_speculative_steps, seed, **rows):
+def kernel(sampler, p, q, ids, ends, position, *, num_speculative_steps, seed, temperature, **rows):
     n = np.diff(ends) - 1
     mask = np.arange(num_speculative_steps + 1) <= n[:, None]
     assert np.array_equal(np.nonzero(mask), [rows["expanded_idx_mapping"], rows["expanded_local_pos"]])
-    drafts, first = padded(ids, mask)[:, 1:], position[ends[:-1]] + 1
-    return verify(sampler, padded(p, mask), q, drafts, n, request=seed, position=first)
+    q = None if q is None else q / np.where(temperature == 0, 1, temperature)[:, None, None]
+    return verify(sampler, padded(p, mask), q, padded(ids, mask)[:, 1:], n, seed=seed, position=position[ends[:-1]] + 1)
 
 
 def tree(*, predicts, accept_index, accept_token_num, candidates, retrive_index, refuses=True, **arrays):
