@@ -86,5 +86,5 @@ def test_a_right_function_passes_and_a_fault_is_found(sampler, failed):
 
 @pytest.mark.slow
 def test_transformers_passes():
-    pytest.importorskip("transformers").set_seed(0)
+    pytest.importorskip("transformers.generation.utils").torch.set_num_threads(1)  # more wait for each other
     assert not certify_sampler(TransformersSampler(), minutes=0.5).failed
