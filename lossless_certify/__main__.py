@@ -25,7 +25,7 @@ from lossless_certify.report import Certificate, Result
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         if args.command == "hall":
             return run_hall(args.level, range(args.seed, args.seed + args.seeds))
@@ -93,7 +93,7 @@ def _show(result: Result) -> None:
     print(f"{'passed' if result.passed else 'FAILED'}  {result.name}: {result.statistic}", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lossless_certify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

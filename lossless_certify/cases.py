@@ -91,7 +91,6 @@ class Pair:
 GREEDY, COLD, WARM = Setting(0.0), Setting(0.5), Setting(2.0)
 ALL_THREE = Setting(0.7, 3, 0.8)
 CASES = (
-    Case("nothing drafted", k=0, blocks=3, drafts="likeliest", needs=("one-hot drafts", "short drafts")),
     Case("one block"),
     Case("a draft flatter than the target", "flat draft"),
     Case("a draft surer than the target", "sharp draft"),

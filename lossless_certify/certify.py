@@ -79,7 +79,7 @@ def _results(sampler: Sampler, check: Any, skips: set[str], rule: str | None, **
     start = time.monotonic()
     try:
         if isinstance(check, Case):
-            made = _compare_case(sampler, check, rule, **options)
+            made = compare_case(sampler, check, rule, **options)
         elif isinstance(check, Pair):
             made = _compare_pair(sampler, check, **options)
         else:
@@ -91,7 +91,7 @@ def _results(sampler: Sampler, check: Any, skips: set[str], rule: str | None, **
         yield Result(getattr(check, "name", "exact checks"), False, str(error), seconds=time.monotonic() - start)
 
 
-def _compare_case(
+def compare_case(
     sampler: Sampler, case: Case, rule: str | None, *, distance: float, rates: Rates, seed: int
 ) -> Iterator[Result]:
     """Compare the emitted tokens of a case; of a named rule the number of accepted ones, too."""

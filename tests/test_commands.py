@@ -21,6 +21,7 @@ from markdown_it import MarkdownIt
 
 from experiments import launch
 from experiments.simulator import __main__ as simulator
+from lossless_certify.__main__ import make_parser
 from specrl_jax import cli
 from specrl_jax.config.validate import validate
 from specrl_jax.errors import InputError
@@ -110,6 +111,8 @@ def check(monkeypatch):
             config_of(["--config", options.config, *arguments[split + 1 :]])
         elif name == "experiments.hlo":
             config_of(arguments)
+        elif name == "lossless_certify":
+            make_parser().parse_args(arguments)
         elif name == "experiments.simulator":
             simulator.parse([name, *arguments])
         elif name.startswith("experiments.") and takes_flags:

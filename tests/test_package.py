@@ -19,7 +19,16 @@ from specrl_jax.config import recipes
 from tests.helpers.runs import ROOT, process_environment
 from tests.test_requirements import required
 
-SOURCES = ("configs", "kernels_pallas", "lossless_certify", "specrl_jax", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+SOURCES = (
+    "configs",
+    "kernels_pallas",
+    "lossless_certify",
+    "specrl_jax",
+    "LICENSE",
+    "README.md",
+    "pyproject.toml",
+    "setup.py",
+)
 OWN = """
 from specrl_jax.config import recipes
 
@@ -97,6 +106,20 @@ def test_a_wheel_has_the_library_and_the_configs_alone(built):
     with tarfile.open(built[0]) as sdist:
         inside = {pathlib.PurePosixPath(name).parts[1:] for name in sdist.getnames()}
     assert {("configs", "mine.py"), ("requirements-common.txt",), ("LICENSE",), ("setup.py",)} <= inside
+
+
+@pytest.mark.slow
+def test_the_certifier_is_a_small_wheel_of_its_own(tmp_path):
+    source = tmp_path / "source/lossless_certify"
+    shutil.copytree(ROOT / "lossless_certify", source, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("lossless_certify-*.whl")
+    assert wheel.stat().st_size < 100_000
+    environment = process_environment() | {"PYTHONPATH": str(wheel)}
+    hall = [sys.executable, "-m", "lossless_certify", "hall", "--level", "quick"]
+    done = subprocess.run(hall, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

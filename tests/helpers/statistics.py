@@ -13,4 +13,4 @@ def assert_drawn_from(indices, probs, at_most, error=1e-6):
     """
     compared = compare(np.asarray(indices), np.asarray(probs), Rates(false_alarm=error, miss=error))
     assert compared.detectable <= 2 * at_most, f"{compared.draws} draws find {compared.detectable:.4f}"
-    assert compared.passed, compared.statistic
+    assert compared.passed, f"not this distribution: {compared.statistic}"

@@ -1,6 +1,7 @@
 """The certifier finds every fault of its hall, passes the right samplers, and refuses in one line what does not fit."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from lossless_certify import CertifyError, certify_sampler
 from lossless_certify.__main__ import main
 from lossless_certify.cases import CASES, PAIRS, TAGS
 from lossless_certify.hall import FAULTS, RIGHT, RightSampler, SlotKeyed
+from tests.helpers.runs import ROOT
 
 # The check that is made for a fault; others may find it, too.
 MADE_FOR = {
@@ -44,6 +46,13 @@ def test_a_right_sampler_passes(name, level):
     for result in compared:
         assert result.detectable <= {"default": 0.01, "quick": 0.04}[level] or result.name.split(":")[0] in coarser
     assert len(compared) >= len(CASES) + len(PAIRS)
+
+
+def test_the_sampler_of_the_page_is_certified(capsys):
+    """docs/certify.md; its first program."""
+    page = (ROOT / "docs/certify.md").read_text()
+    exec(re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1], {})
+    assert capsys.readouterr().out.startswith("# ExactMatch passes all")
 
 
 class Without(RightSampler):
