@@ -5,15 +5,17 @@
 Two random Llamas over four tokens; torch and transformers are wanted, JAX is not.
 """
 
-import argparse
 import time
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments import commands
 from lossless_certify.distributions import flat_index, joint, sampling_probs, sequences
 from lossless_certify.statistics import Rates, compare, draws_needed
+
+with commands.needed("requirements-parity.txt"):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 V, LENGTH, PROMPT = 4, 3, [1, 3, 0, 2, 2, 1]
 FALSE_ALARM = 1e-6  # of all settings together
@@ -64,9 +66,8 @@ def sample(target: LlamaForCausalLM, draft: LlamaForCausalLM, setting: tuple[flo
 
 def main() -> None:
     """Compare each setting; print a line of each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--distance", type=float, default=0.05, help="total variation that is found")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = commands.Parser(__doc__)
+    parser.sizes(distance=(0.05, 0.7, "total variation that is found"), seed=(0, 0))
     args = parser.parse_args()
     torch.set_num_threads(1)
     target, draft = make_model(args.seed, 2), make_model(args.seed + 1, 1)

@@ -1,6 +1,6 @@
 """This library's verification as a sampler of `lossless_certify`, which checks that it is lossless.
 
-    python -m lossless_certify sampler specrl_jax.decoding.certified:block
+python -m lossless_certify sampler specrl_jax.decoding.certified:block
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 
 # Compiling small programs takes longer than running them.
-_verify = jax.jit(verify, static_argnames=("sampling", "kernels"), compiler_options={"xla_backend_optimization_level": 0})
+QUICKLY = {"xla_backend_optimization_level": 0}
+_verify = jax.jit(verify, static_argnames=("sampling", "kernels"), compiler_options=QUICKLY)
 
 
 @dataclasses.dataclass(frozen=True)

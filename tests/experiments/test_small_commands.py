@@ -54,6 +54,7 @@ TABLE = {
     "accelerator.constants": [RunBy("test_accelerator_constants.py")],
     "accuracy_parity.plot": [STORED],
     "async_lag.plot": [STORED],
+    "certify.transformers_generate": [RunBy("../lossless_certify/test_adapters.py")],
     "demo.report": [STORED],
     "demo.same_tokens": [Runs("runs/rlzero_tiny runs/rlzero_tiny")],
     "draft_init.offline": [Runs()],

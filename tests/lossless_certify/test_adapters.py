@@ -1,5 +1,7 @@
 """Adapters give a function of an engine's signature what it expects, and read what it returns."""
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -9,6 +11,7 @@ from lossless_certify import Block, certify_sampler
 from lossless_certify.adapters import SglangSampler, TransformersSampler, VllmKernelSampler, VllmSampler
 from lossless_certify.distributions import draw, sampling_probs
 from lossless_certify.hall import PositionKeyedBlock, RightSampler
+from tests.helpers.runs import ROOT, process_environment
 
 
 def padded(rows, mask):
@@ -88,3 +91,11 @@ def test_a_right_function_passes_and_a_fault_is_found(sampler, failed):
 def test_transformers_passes():
     pytest.importorskip("transformers.generation.utils").torch.set_num_threads(1)  # more wait for each other
     assert not certify_sampler(TransformersSampler(), minutes=0.5).failed
+
+
+@pytest.mark.slow
+def test_assisted_generation_passes_at_a_small_size():
+    pytest.importorskip("transformers.generation.utils")
+    command = [sys.executable, "-m", "experiments.certify.transformers_generate", "--small"]
+    done = subprocess.run(command, cwd=ROOT, env=process_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": passed, ") == 5, done.stderr
