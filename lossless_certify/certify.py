@@ -81,7 +81,7 @@ def _results(sampler: Sampler, check: Any, skips: set[str], rule: str | None, **
         if isinstance(check, Case):
             made = compare_case(sampler, check, rule, **options)
         elif isinstance(check, Pair):
-            made = _compare_pair(sampler, check, **options)
+            made = compare_pair(sampler, check, **options)
         else:
             made = check(sampler, skips, seed=options["seed"])
         for result in made:
@@ -110,7 +110,7 @@ def compare_case(
         yield Result.of(f"{case.name}: accepted tokens of `{rule}`", compare(np.concatenate(accepted), wanted, rates))
 
 
-def _compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates, seed: int) -> Iterator[Result]:
+def compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates, seed: int) -> Iterator[Result]:
     """Compare what two verifications emit together with the product of their distributions."""
     case, indices = pair.case, []
     toy, draws = toy_of(case, seed), draws_needed(pair.outcomes, distance, rates)
