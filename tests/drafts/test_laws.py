@@ -1,10 +1,9 @@
 """Rollouts with drafts are distributed as the policy's own samples: the law of the first two tokens.
 
 The real networks and engine: drafts of one pass and MiMo's head, on random policies that use few tokens. 16,384
-rollouts of one prompt, counted in 36 cells (five words and all others, twice), of which those that expect fewer than
-five rollouts are pooled. The counts are compared with the exact law by the likelihood-ratio test at 1e-7: all seven
-cases together give a false alarm with a chance below 1e-6. A law that is off by 0.05 in total variation is missed with
-a chance below 1e-3 (noncentrality 4 N 0.05^2 = 164 by Pinsker's inequality). `coupled` is proven bit by bit elsewhere.
+rollouts of one prompt, in 36 cells (five words and all others, twice), are compared with the exact law by
+`lossless_certify`: all seven cases together give a false alarm with a chance below 1e-6, and a law that is off by 0.051
+in total variation is missed with a chance below 1e-3. `coupled` is proven bit by bit elsewhere.
 """
 
 import functools
@@ -12,8 +11,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
+from lossless_certify.statistics import Rates, compare
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -34,6 +33,7 @@ from tests.helpers.policies import forward
 from tests.helpers.policies import row_positions as positions_of
 
 ROLLOUTS, TEMPERATURE, K = 16_384, 2.0, 3
+RATES = Rates(false_alarm=1e-7, miss=1e-3)
 PROMPT = PROMPTS[1]
 OTHER = len(WORDS)
 CASES = [
@@ -75,7 +75,7 @@ def exact(kind):
 
 
 def drawn(kind, rule, argmax):
-    """[36] counts of rollouts, and the share of first drafts that were kept."""
+    """[ROLLOUTS] cells of the rollouts, and the share of first drafts that were kept."""
     limits = EngineConfig(256, max_prompt_tokens=10, max_response_tokens=2, chunk=4, prefill_rows=64, new_prompts=64)
     sampling = Sampling(TEMPERATURE, rule=rule)
     drafter = DRAFTS[kind].drafter(DrafterConfig(K, sampling, F32, partition=ONE, argmax=argmax))
@@ -86,29 +86,20 @@ def drawn(kind, rule, argmax):
     out = engine.generate(weights_of(kind), [PROMPT], ROLLOUTS, seed=11, lengths=FixedLength(K))
     start = len(PROMPT)
     tokens = np.stack([out.tokens[:, start], np.where(out.response_length > 1, out.tokens[:, start + 1], WORDS[0])])
-    cells = words(tokens)
-    counts = np.bincount((OTHER + 1) * cells[0] + cells[1], minlength=(OTHER + 1) ** 2)
-    return counts, out.accepted[:, 0].sum() / out.drafted[:, 0].sum()
-
-
-def chance(counts, law):
-    """The chance of a statistic as large, if the counts had this law."""
-    rare = law * ROLLOUTS < 5
-    counts, law = (np.append(x[~rare], x[rare].sum()) for x in (counts, law))
-    assert law[-1] > 0
-    log = np.log(np.maximum(counts, 1) / (ROLLOUTS * law))
-    return scipy.stats.chi2.sf(2 * (counts * log).sum(), len(law) - 1)
+    first, second = words(tokens)
+    return (OTHER + 1) * first + second, out.accepted[:, 0].sum() / out.drafted[:, 0].sum()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rule", "argmax"), CASES)
 def test_the_first_two_tokens_have_the_policys_law(kind, rule, argmax):
-    counts, kept = drawn(kind, rule, argmax)
+    cells, kept = drawn(kind, rule, argmax)
     # Some drafts are kept and some are refused, so the rule decides.
     assert 0.05 < kept < 0.95
-    assert chance(counts, exact(kind)) > 1e-7
-    # A law 0.05 away, which the same counts refuse.
+    compared = compare(cells, exact(kind), RATES)
+    assert compared.passed and compared.detectable < 0.051, compared.statistic
+    # A law 0.05 away, which the same rollouts refuse.
     moved = exact(kind).copy()
     largest = np.argsort(moved)[-2:]
     moved[largest] += np.array([-0.05, 0.05])
-    assert chance(counts, moved) < 1e-7
+    assert not compare(cells, moved, RATES).passed
