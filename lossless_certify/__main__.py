@@ -6,16 +6,20 @@
     python -m lossless_certify hall [--level quick] [--seeds N]
 
 NAME is a sampler or a function without arguments that makes one; --prompts has a prompt in each line. All take --json
-FILE and --page FILE (Markdown). Exit status: 0 passed, 1 not lossless, 2 the input does not fit.
+FILE and --page FILE (Markdown). Exit status: 0 passed, 1 failed, 2 no verdict.
 """
 
 import argparse
 import collections
 import importlib
+import json
+import math
 import os
 import pathlib
 import statistics
 import sys
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 from lossless_certify.certify import DISTANCES, certify_sampler
@@ -30,11 +34,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = make_parser().parse_args(argv)
     try:
+        check_folders(getattr(args, "json", None), getattr(args, "page", None))
         if args.command == "hall":
             return run_hall(args.level, range(args.seed, args.seed + args.seeds))
         report = certify_named(args) if args.command == "sampler" else certify_black_box(args)
     except CertifyError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # of what is certified: 1 would say that it is not lossless
+        traceback.print_exc()
+        print(f"error: no verdict, {type(error).__name__} was raised", file=sys.stderr)
         return 2
     return finish(report, args)
 
@@ -49,6 +58,8 @@ def certify_named(args: argparse.Namespace) -> Certificate:
 def certify_black_box(args: argparse.Namespace) -> Certificate:
     """Certify the engine or the endpoint that the command line names."""
     prompts = [line for line in read(args.prompts).splitlines() if line.strip()]
+    if not prompts:
+        raise CertifyError(f"{args.prompts}: no prompt, where one in each line was wanted")
     how = {"prompts": prompts, "distance": args.distance, "seed": args.seed, "minutes": args.minutes, "progress": _show}
     name = args.engine if args.command == "engine" else args.model
     options = EngineOptions(name, tokens=args.tokens, tolerance=args.tolerance, seeded=args.seeded)
@@ -56,7 +67,11 @@ def certify_black_box(args: argparse.Namespace) -> Certificate:
         plain = load(args.plain, "__call__") if args.plain else None
         return certify_engine(load(args.engine, "__call__"), plain=plain, options=options, **how)
     plain_side = {"plain_url": args.plain_url, "plain_model": args.plain_model}
-    client = {"timeout": args.timeout, "api_key": os.environ.get("OPENAI_API_KEY")}
+    try:
+        fields = {key: json.loads(value) for key, _, value in (field.partition("=") for field in args.field)}
+    except ValueError as error:
+        raise CertifyError(f"--field {args.field}: {error}, where KEY=JSON was wanted") from error
+    client = {"timeout": args.timeout, "api_key": os.environ.get("OPENAI_API_KEY"), "fields": fields}
     return certify_endpoint(args.url, model=args.model, **plain_side, options=options, client=client, **how)
 
 
@@ -68,18 +83,26 @@ def read(path: str) -> str:
     """
     try:
         return pathlib.Path(path).read_text()
-    except OSError as error:
-        raise CertifyError(f"{path}: {error.strerror}, where a file with a prompt in each line was wanted") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not UTF-8")
+        raise CertifyError(f"{path}: {reason}, where a file with a prompt in each line was wanted") from error
+
+
+def check_folders(*paths: str | None) -> None:
+    """Refuse files to write whose folder does not exist, before any work."""
+    for path in filter(None, paths):
+        if not pathlib.Path(path).parent.is_dir():
+            raise CertifyError(f"{path}: no such folder, where a file to write was wanted")
 
 
 def finish(report: Certificate, args: argparse.Namespace) -> int:
     """Write a report where the command line asks for it; return the exit status."""
-    for path, text in ((args.json, report.to_json()), (args.page, report.to_markdown())):
-        if path:
-            pathlib.Path(path).write_text(text)
     for line in report.untested:
         print(f"not tested: {line}")
     print(report.verdict)
+    for path, text in ((args.json, report.to_json()), (args.page, report.to_markdown())):
+        if path:
+            pathlib.Path(path).write_text(text)
     return int(not report.passed)
 
 
@@ -93,9 +116,9 @@ def load(name: str, method: str) -> Any:
     sys.path.insert(0, str(pathlib.Path.cwd()))
     try:
         loaded = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise CertifyError(f"{name}: {error}, where package.module:NAME was wanted") from error
-    return loaded() if isinstance(loaded, type) or not hasattr(loaded, method) else loaded
+        return loaded() if isinstance(loaded, type) or not hasattr(loaded, method) else loaded
+    except Exception as error:  # whatever the user's module raises
+        raise CertifyError(f"{name}: {error or type(error).__name__}, where package.module:NAME was wanted") from error
 
 
 def run_hall(level: str, seeds: range) -> int:
@@ -122,6 +145,18 @@ def _show(result: Result) -> None:
     print(f"{'passed' if result.passed else 'FAILED'}  {result.name}: {result.statistic}", flush=True)
 
 
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """Return a reader of numbers from `low` to `high`."""
+
+    def read_number(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text}, where a number from {low:g} to {high:g} was wanted")
+        return value
+
+    return read_number
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -136,22 +171,29 @@ def make_parser() -> argparse.ArgumentParser:
     endpoint.add_argument("--model", required=True)
     endpoint.add_argument("--plain-url", metavar="URL", help="the same model without speculation")
     endpoint.add_argument("--plain-model", metavar="NAME", help="its name without speculation")
-    endpoint.add_argument("--timeout", type=float, default=60.0, help="seconds of a request")
+    endpoint.add_argument("--field", action="append", default=[], metavar="KEY=JSON", help="one more of each request")
+    endpoint.add_argument("--timeout", type=number(float, 0.001), default=60.0, help="seconds of a request")
     for command in (engine, endpoint):
         command.add_argument("--prompts", metavar="FILE", required=True, help="a prompt in each line")
-        command.add_argument("--distance", type=float, default=0.05, help="total variation that is found")
-        command.add_argument("--tokens", type=int, default=3, help="tokens of each completion that are compared")
-        command.add_argument("--tolerance", type=float, default=0.05, help="nats between recorded log-probs")
+        command.add_argument(
+            "--distance", type=number(float, 0.001, 0.5), default=0.05, help="total variation that is found"
+        )
+        command.add_argument(
+            "--tokens", type=number(int, 1), default=3, help="tokens of each completion that are compared"
+        )
+        command.add_argument("--tolerance", type=number(float, 0), default=0.05, help="nats between recorded log-probs")
         command.add_argument("--seeded", action="store_true", help="one seed gives one sample: check that")
     for command in (sampler, hall):
         command.add_argument("--level", choices=DISTANCES, default="default")
     for command in (sampler, engine, endpoint):
-        command.add_argument("--minutes", type=float, help="time to spend; the page says what is found with it")
+        command.add_argument(
+            "--minutes", type=number(float, 1e-6), help="time to spend; the page says what is found with it"
+        )
         command.add_argument("--json", metavar="FILE")
         command.add_argument("--page", metavar="FILE")
     for command in commands.choices.values():
-        command.add_argument("--seed", type=int, default=0)
-    hall.add_argument("--seeds", type=int, default=1, help="how many, each with toys of its own")
+        command.add_argument("--seed", type=number(int, 0, (1 << 30)), default=0)
+    hall.add_argument("--seeds", type=number(int, 1), default=1, help="how many, each with toys of its own")
     return parser
 
 

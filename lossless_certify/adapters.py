@@ -74,6 +74,7 @@ class SglangSampler:
     """
 
     tree: Callable[..., None]
+    skips: tuple[str, ...] = ("seeds",)  # the uniforms are made here, not by the engine
 
     def verify(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens [B, k + 1], count [B])."""
@@ -102,7 +103,7 @@ class SglangSampler:
 class TransformersSampler:
     """transformers' `_speculative_sampling`, row by row, with torch's global generator; run with transformers 5.24.0.
 
-    Assisted generation applies the logits processors to the target's logits and to the assistant's, and so does this.
+    Assisted generation applies the processors to the target's logits; the assistant's have the temperature here.
     Rows without a draft are sampled from p, as `generate` does; greedy rows and one-hot drafts do not come here.
     """
 

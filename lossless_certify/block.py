@@ -58,11 +58,19 @@ class DraftRows:
     vocab_map: np.ndarray | None
     vocabulary: int  # V
     temperature: np.ndarray
+    top_k: np.ndarray  # the target's, for an engine that truncates its drafts, too
+    top_p: np.ndarray
     request: np.ndarray
     seed: int
     position: np.ndarray  # of the first token that the verification of this draft emits
     number: np.ndarray
     offset: int  # place of the drafted token in its block, from 0
+
+    def rows(self, index: np.ndarray) -> "DraftRows":
+        """Return some rows, in the order of `index`."""
+        names = ("draft_logits", "temperature", "top_k", "top_p", "request", "position", "number")
+        columns: dict[str, Any] = {name: getattr(self, name)[index] for name in names}
+        return dataclasses.replace(self, **columns)
 
     @property
     def probs(self) -> np.ndarray:
@@ -78,7 +86,7 @@ class Sampler(Protocol):
     draws them from q by noise of its own, and whether draft and verification are independent stays untested.
 
     `rule`: "rejection" or "block" if it is that rule; then the number of accepted tokens has a known distribution, too.
-    `skips`: tags of checks that the sampler has no interface for (see `checks.TAGS`); the report names them.
+    `skips`: a set of `cases.TAGS` that the sampler has no interface for; the report names them.
     `max_rows`: the most rows of a block; None: any number.
     """
 

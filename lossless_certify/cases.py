@@ -1,7 +1,7 @@
 """The list of checks: each a toy, a way to draft, settings, and the distribution of what is then emitted.
 
-Sizes are chosen so that at most 81 outcomes are compared. A check needs the interfaces in its `needs`; a sampler that
-has one of them not names it in `skips`, and the report says that the check was not made.
+Sizes are chosen so that at most 81 outcomes are compared. A check needs the interfaces in its `needs`. A sampler that
+lacks one of them names it in `skips`; its report says that the check was not made.
 """
 
 import dataclasses
@@ -63,22 +63,26 @@ class Case:
 
     @property
     def counts(self) -> bool:
-        """Return whether the number of accepted tokens is compared, too, where the sampler names its rule."""
-        return (self.blocks, self.drafts, self.lengths, len(self.settings)) == (1, "sampled", "full", 1)
+        """Return whether the number of accepted tokens is compared, too, where the sampler names its rule.
+
+        Only at temperature 1: an engine may draft at another temperature than it samples at.
+        """
+        plain = (self.blocks, self.drafts, self.lengths, self.settings)
+        return self.kind != "equal" and plain == (1, "sampled", "full", (Setting(),))
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One check that two verifications are independent which differ in some keys of their noise.
+    """One check that two verifications are independent that differ in some keys of their noise.
 
-    What the second has in place of the first: `request` and `position` are added, `seed` too. All 0: two rows that
-    stand beside each other in a batch.
+    The numbers are added to the keys of the first. All 0: two rows that stand beside each other in a batch.
     """
 
     name: str
     request: int = 0
     seed: int = 0
     position: int = 0
+    number: int = 0
     needs: tuple[str, ...] = ()
     case: Case = Case("pairs", V=2, k=2, length=3)
 
@@ -90,6 +94,7 @@ class Pair:
 
 GREEDY, COLD, WARM = Setting(0.0), Setting(0.5), Setting(2.0)
 ALL_THREE = Setting(0.7, 3, 0.8)
+MIXED = ("rows of their own", "greedy", "temperature", "truncation")
 CASES = (
     Case("one block"),
     Case("a draft flatter than the target", "flat draft"),
@@ -98,16 +103,34 @@ CASES = (
     Case("tokens of probability zero", "zeros"),
     Case("a long draft", "sharp draft", V=2, k=5, length=6),
     Case("a reduced draft vocabulary", V=4, reduced=2, needs=("reduced vocabulary",)),
+    Case("a reduced one, warm", V=4, reduced=2, settings=(WARM,), needs=("reduced vocabulary", "temperature")),
     Case("a padded vocabulary", vocabulary=16),
-    Case("a wide vocabulary", V=4, vocabulary=3000, coarser=5),
+    Case("a wide vocabulary", V=4, vocabulary=9001, coarser=8),
     Case("one-hot drafts, given each", V=2, k=3, drafts="one-hot", needs=("one-hot drafts",)),
     Case("short drafts, given each length", "sharp draft", V=2, k=3, length=4, lengths="any", needs=("short drafts",)),
+    Case(
+        "short drafts, warm",
+        "sharp draft",
+        V=2,
+        k=3,
+        length=4,
+        lengths="any",
+        settings=(WARM,),
+        needs=("short drafts", "temperature"),
+    ),
+    Case(
+        "one-hot drafts under all three",
+        V=4,
+        drafts="likeliest",
+        settings=(ALL_THREE,),
+        needs=("one-hot drafts", "temperature", "truncation"),
+    ),
     Case("temperature 0.5", settings=(COLD,), needs=("temperature",)),
     Case("temperature 2", "sharp draft", settings=(WARM,), needs=("temperature",)),
     Case("top-k", V=4, settings=(Setting(1.0, 2),), needs=("truncation",)),
     Case("top-p", V=4, settings=(Setting(1.0, 0, 0.7),), needs=("truncation",)),
     Case("temperature, top-k and top-p", V=4, settings=(ALL_THREE,), needs=("temperature", "truncation")),
-    Case("rows sampled each in its own way", settings=(GREEDY, COLD, ALL_THREE), needs=("rows of their own",)),
+    Case("rows sampled each in its own way", settings=(GREEDY, COLD, ALL_THREE), needs=MIXED),
     Case("end of text inside a block", "sharp draft", k=3, length=4, end=1),
     Case("two blocks", "sharp draft", V=2, k=3, length=5, blocks=2),
     Case("two blocks over more tokens", length=4, blocks=2),
@@ -135,7 +158,8 @@ CASES = (
 )
 PAIRS = (
     Pair("two rows of a batch", needs=("batches",)),
-    Pair("two requests in one slot", request=1 << 20),
+    Pair("two requests in one slot", request=1 << 31),
+    Pair("two positions, far apart", position=1 << 16, number=1),
     Pair("two seeds", seed=1, needs=("seeds",)),
     Pair("request one higher, position one lower", request=1, position=-1, needs=("seeds",)),
     Pair("seed one higher, request one lower", seed=1, request=-1, needs=("seeds",)),

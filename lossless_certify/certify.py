@@ -1,6 +1,7 @@
 """Certify a sampler: run the checks of `cases`, each with as many draws as its error rates need."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from lossless_certify.distributions import accepted_distribution, joint, samplin
 from lossless_certify.driver import EmittedTexts, Keys, WrongTokensError, drive
 from lossless_certify.errors import CertifyError
 from lossless_certify.exact import EXACT
-from lossless_certify.report import Certificate, Result
+from lossless_certify.report import ACCEPTED, Certificate, Result
 from lossless_certify.statistics import Rates, compare, draws_needed
 from lossless_certify.toys import Toy, complete, make_toy
 
@@ -44,9 +45,15 @@ def certify_sampler(
     Raises:
       CertifyError: the sampler does not fit.
     """
+    if level not in DISTANCES:
+        raise CertifyError(f"level {level!r}, where one of {sorted(DISTANCES)} was wanted")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise CertifyError(f"minutes {minutes}, where a number above 0 was wanted")
     skips = _skips(sampler)
     checks = [check for check in (*CASES, *PAIRS) if not skips & set(check.needs)]
     rule = getattr(sampler, "rule", None)
+    if rule not in (None, *RULES):
+        raise CertifyError(f"rule {rule!r}, where one of {list(RULES)}, or None, was wanted")
     comparisons = len(checks) + sum(isinstance(check, Case) and check.counts for check in checks if rule in RULES)
     rates = Rates(FALSE_ALARM / comparisons)
     distance = DISTANCES[level] if minutes is None else _affordable(sampler, checks, rates, 60 * minutes, seed)
@@ -56,6 +63,8 @@ def certify_sampler(
     report.untested = [f"{tag}: {TAGS[tag]}" for tag in sorted(skips)]
     if not hasattr(sampler, "draft"):
         report.untested.append("independence of draft noise: the sampler has no `draft`")
+    if rule is None:
+        report.untested.append("number of accepted tokens: the sampler names no `rule`")
     for check in (*EXACT, *checks):
         for result in _results(sampler, check, skips, rule, distance=distance, rates=rates, seed=seed):
             report.results.append(result)
@@ -69,7 +78,10 @@ def _skips(sampler: Sampler) -> set[str]:
     """Return the tags of checks that the sampler has no interface for."""
     if not callable(getattr(sampler, "verify", None)):
         raise CertifyError(f"{type(sampler).__name__} has no method `verify`, which a sampler needs")
-    skips = set(getattr(sampler, "skips", ()))
+    skips = getattr(sampler, "skips", ())
+    if isinstance(skips, str):
+        raise CertifyError(f"skips is the text {skips!r}, where a set of tags was wanted")
+    skips = set(skips)
     if skips - set(TAGS):
         raise CertifyError(f"skips: unknown tags {sorted(skips - set(TAGS))}; the known ones are {sorted(TAGS)}")
     return skips
@@ -107,7 +119,7 @@ def compare_case(
     yield Result.of(case.name, compare(np.concatenate(indices), probs, rates))
     if case.counts and rule in RULES:
         wanted = accepted_probs(rule, case, toy)
-        yield Result.of(f"{case.name}: accepted tokens of `{rule}`", compare(np.concatenate(accepted), wanted, rates))
+        yield Result.of(f"{case.name}: {ACCEPTED} `{rule}`", compare(np.concatenate(accepted), wanted, rates))
 
 
 def compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates, seed: int) -> Iterator[Result]:
@@ -116,18 +128,16 @@ def compare_pair(sampler: Sampler, pair: Pair, *, distance: float, rates: Rates,
     toy, draws = toy_of(case, seed), draws_needed(pair.outcomes, distance, rates)
     conditionals = toy.conditionals(case.length, case.settings[0])
     beside = pair.request == pair.seed == pair.position == 0
+    assert 2 * draws < 1 << 31, "requests and those of their pairs would meet"
     for keys, rng in _batches(case, pair.name, draws * (1 + beside), seed):
         # Even seeds with odd requests, odd positions with even requests: one more and one less is exclusive or, too.
-        request = 2 * keys.request + (pair.request < 0)
-        both = [Keys(request, 2 * keys.seed)]
-        if beside:
-            both = [keys]
-        else:
-            both.append(Keys(request + pair.request, 2 * keys.seed + pair.seed, both[0].position + pair.position))
+        first = Keys(2 * keys.request + (pair.request < 0), 2 * keys.seed, keys.position)
+        moved = Keys(first.request + pair.request, first.seed + pair.seed, first.position + pair.position, pair.number)
+        both = [keys] if beside else [first, moved]
         found = [_indices(drive(sampler, case, toy, keys=k, rng=rng), case, toy, [conditionals], rng) for k in both]
-        first, second = (found[0][0::2], found[0][1::2]) if beside else found
-        outside = (first >= case.outcomes) | (second >= case.outcomes)
-        indices.append(np.where(outside, pair.outcomes, first * case.outcomes + second))
+        one, other = (found[0][0::2], found[0][1::2]) if beside else found
+        outside = (one >= case.outcomes) | (other >= case.outcomes)
+        indices.append(np.where(outside, pair.outcomes, one * case.outcomes + other))
     alone = joint(conditionals).ravel()
     yield Result.of(pair.name, compare(np.concatenate(indices), np.outer(alone, alone), rates))
 
@@ -171,7 +181,9 @@ def _batches(case: Case, name: str, draws: int, seed: int) -> Iterator[tuple[Key
     size = min(ROWS, draws + draws % 2, NUMBERS // ((case.k + 1) * (case.vocabulary or case.V)))
     rng = np.random.default_rng([seed, *name.encode()])
     for batch in range(-(-draws // size)):
-        yield Keys(np.arange(batch * size, (batch + 1) * size) + 1, seed + 1), rng
+        request = np.arange(batch * size, (batch + 1) * size) + 1
+        position = 17 + 2 * (request * 40503 % (1 << 14))  # odd, of short and of long texts
+        yield Keys(request, seed + 1, position), rng
 
 
 def _affordable(sampler: Sampler, checks: Iterable[Case | Pair], rates: Rates, seconds: float, seed: int) -> float:
@@ -180,9 +192,12 @@ def _affordable(sampler: Sampler, checks: Iterable[Case | Pair], rates: Rates, s
     for check in checks:
         case, times = (check.case, 2) if isinstance(check, Pair) else (check, 1)
         keys, rng = next(_batches(case, check.name, 1 << 10, seed))
-        drive(sampler, case, toy_of(case, seed), keys=keys, rng=rng)  # compiles what is compiled
-        start = time.monotonic()
-        drive(sampler, case, toy_of(case, seed), keys=keys, rng=rng)
+        try:
+            drive(sampler, case, toy_of(case, seed), keys=keys, rng=rng)  # compiles what is compiled
+            start = time.monotonic()
+            drive(sampler, case, toy_of(case, seed), keys=keys, rng=rng)
+        except WrongTokensError as error:
+            raise CertifyError(f"{check.name}: {error}") from error
         needed += (
             times * (time.monotonic() - start) / len(keys.request) * draws_needed(check.outcomes, case.coarser, rates)
         )

@@ -11,8 +11,6 @@ from lossless_certify.distributions import draw, flat_index
 from lossless_certify.errors import CertifyError
 from lossless_certify.toys import NODES, Toy
 
-FIRST_POSITION = 17
-
 
 class WrongTokensError(Exception):
     """The sampler emitted what no verification of these drafts emits; the message says what."""
@@ -24,13 +22,14 @@ class Keys:
 
     request: np.ndarray  # [B]
     seed: int
-    position: int = FIRST_POSITION  # of the first token that is emitted
+    position: np.ndarray  # [B], of the first token that is emitted
     number: int = 0  # of the block
     setting: np.ndarray | int = 0  # [B], which of the case's settings a row has
 
-    def columns(self, position: np.ndarray) -> dict[str, Any]:
-        """Return the keys as fields of a block whose rows stand at `position` [B]."""
-        number = np.full(len(position), self.number, np.int32)
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Return the keys as fields of a block."""
+        number, position = np.full(len(self.request), self.number, np.int32), self.position.astype(np.int32)
         return {"request": self.request.astype(np.uint32), "seed": self.seed, "position": position, "number": number}
 
 
@@ -51,20 +50,10 @@ def drive(sampler: Sampler, case: Case, toy: Toy, *, keys: Keys, rng: np.random.
     rows, node, kept = np.arange(B), np.zeros(B, np.int64), np.full(B, k)
     setting = rng.integers(0, len(case.settings), B)
     keys = dataclasses.replace(keys, setting=setting)
-    position = np.full(B, keys.position, np.int32)
     count, variant, accepted = np.zeros((3, B), np.int64)
     out = EmittedTexts(np.zeros((B, case.blocks * (k + 1)), np.int64), count, variant, accepted, setting=setting)
     for number in range(case.blocks):
-        block, nodes = make_block(
-            sampler,
-            case,
-            toy,
-            keys=dataclasses.replace(keys, number=number),
-            position=position,
-            node=node,
-            kept=kept,
-            rng=rng,
-        )
+        block, nodes = make_block(sampler, case, toy, keys=keys, node=node, kept=kept, rng=rng)
         tokens, count = verify(sampler, block)
         if number == 0:
             out.accepted, out.variant = count - 1, _variant(case, toy, block, setting)
@@ -73,7 +62,7 @@ def drive(sampler: Sampler, case: Case, toy: Toy, *, keys: Keys, rng: np.random.
             out.tokens[emits, out.count[emits] + i] = tokens[emits, i]
         out.count, kept = out.count + count, count - 1
         node = toy.step(nodes[rows, kept], toy.places(tokens[rows, kept]))
-        position = (position + count).astype(np.int32)
+        keys = dataclasses.replace(keys, position=keys.position + count, number=keys.number + 1)
     return out
 
 
@@ -90,27 +79,29 @@ def make_block(
     toy: Toy,
     *,
     keys: Keys,
-    position: np.ndarray,
     node: np.ndarray,
     kept: np.ndarray,
     rng: np.random.Generator,
 ) -> tuple[Block, np.ndarray]:
     """Draft after texts `node` [B]; return the block to verify, and the nodes [B, k + 1] of its prefixes."""
     B, k, V = len(node), case.k, toy.vocabulary
-    columns = keys.columns(position)
     settings = np.array([dataclasses.astuple(setting) for setting in case.settings])
     temperature, top_k, top_p = settings[np.broadcast_to(keys.setting, B)].T
-    temperature = temperature.astype(np.float32)
+    columns = keys.columns | {
+        "temperature": temperature.astype(np.float32),
+        "top_k": top_k.astype(np.int32),
+        "top_p": top_p.astype(np.float32),
+    }
     tokens, nodes = np.zeros((B, k), np.int32), np.zeros((B, k + 1), np.int64)
     nodes[:, 0] = node
     for i in range(k):
-        rows = DraftRows(toy.draft_logits(nodes[:, i]), toy.vocab_map, V, temperature, **columns, offset=i)
+        rows = DraftRows(toy.draft_logits(nodes[:, i]), toy.vocab_map, V, offset=i, **columns)
         if case.drafts == "one-hot":
             tokens[:, i] = toy.ids[rng.integers(0, case.V, B)]
         elif case.drafts == "likeliest":
             tokens[:, i] = rows.probs.argmax(axis=-1)
         elif hasattr(sampler, "draft"):
-            tokens[:, i] = _whole(sampler.draft(rows), "draft", (B,), highest=V - 1)
+            tokens[:, i] = _draw(sampler, rows)
         else:
             tokens[:, i] = draw(rows.probs, rng.random(B))
         nodes[:, i + 1] = toy.step(nodes[:, i], toy.places(tokens[:, i]))
@@ -124,12 +115,18 @@ def make_block(
         target_logits=toy.target_logits(np.where(beyond > 0, stale, nodes)),
         draft_logits=toy.draft_logits(np.where(beyond >= 0, stale, nodes)[:, :k]) if case.drafts == "sampled" else None,
         vocab_map=toy.vocab_map if case.drafts == "sampled" else None,
-        temperature=temperature,
-        top_k=top_k.astype(np.int32),
-        top_p=top_p.astype(np.float32),
         **columns,
     )
     return block, nodes
+
+
+def _draw(sampler: Any, rows: DraftRows) -> np.ndarray:
+    """Return the sampler's drafted tokens [B]."""
+    B = len(rows.request)
+    most = getattr(sampler, "max_rows", None) or B
+    if most < B:
+        return np.concatenate([_draw(sampler, rows.rows(np.arange(i, min(i + most, B)))) for i in range(0, B, most)])
+    return _whole(sampler.draft(rows), "draft", (B,), highest=rows.vocabulary - 1)
 
 
 def verify(sampler: Sampler, block: Block) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +160,10 @@ def _whole(
     values: Any, name: str, shape: tuple[int, ...], *, mask: np.ndarray | bool = True, highest: int | None = None
 ) -> np.ndarray:
     """Return values as int64, 0 where not `mask`."""
-    values = np.asarray(values)
+    try:
+        values = np.asarray(values)
+    except ValueError:
+        raise CertifyError(f"{name}: rows of several lengths, where integers {list(shape)} were wanted") from None
     if values.shape != shape or not np.issubdtype(values.dtype, np.integer):
         raise CertifyError(f"{name}: {values.dtype} {list(values.shape)}, where integers {list(shape)} were wanted")
     values = np.where(mask, values, 0).astype(np.int64)

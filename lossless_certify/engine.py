@@ -56,6 +56,11 @@ def certify_engine(
     Raises:
       CertifyError: the engine does not fit, or there is nothing to compare it with.
     """
+    if options.tokens < 1 or not 0 < distance <= 0.5 or not (minutes is None or 0 < minutes < math.inf):
+        wanted = "tokens >= 1, 0 < distance <= 0.5 and minutes > 0"
+        raise CertifyError(
+            f"tokens {options.tokens}, distance {distance}, minutes {minutes}, where {wanted} were wanted"
+        )
     engines = [generate] if plain is None else [generate, plain]
     trial = EngineTrial(engines, list(prompts), seed=seed, options=options)
     checks = list(text_checks(trial.pilots, options.tokens))
@@ -94,6 +99,7 @@ class EngineTrial:
     def untested(self) -> Iterator[str]:
         """Yield what is not compared."""
         some = [of_prompt[0] for pilot in self.pilots for of_prompt in pilot]
+        yield f"noise beyond the first {self.options.tokens} tokens, other temperatures, truncation: not compared"
         if len(self.engines) == 1:
             yield "speculation on and off: no plain engine was given"
         if not any(completion.top_logprobs for completion in some[: len(self.prompts)]):
@@ -141,6 +147,8 @@ class EngineTrial:
         sizes = [len(x) if isinstance(x, Sequence) else 0 for x in batch] if isinstance(batch, Sequence) else []
         if sizes != [n] * len(self.prompts):
             raise CertifyError(f"generate returned {sizes[:3]} completions, where {n} of each prompt were wanted")
+        if not any(getattr(x, "tokens", True) for x in itertools.chain.from_iterable(batch)):
+            raise CertifyError("generate returned completions without any token")
         for x in itertools.chain.from_iterable(batch):
             if not isinstance(x, Completion):
                 raise CertifyError(f"generate returned {type(x).__name__}, where a Completion was wanted")

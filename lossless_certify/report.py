@@ -6,6 +6,8 @@ from typing import Any
 
 from lossless_certify.statistics import Comparison, Rates
 
+ACCEPTED = "accepted tokens of"  # in names of checks that compare their number
+
 
 @dataclasses.dataclass
 class Result:
@@ -49,9 +51,13 @@ class Certificate:
     @property
     def verdict(self) -> str:
         """Return the verdict in one line."""
-        if not self.passed:
-            return f"NOT LOSSLESS: {self.name} fails {len(self.failed)} of {len(self.results)} checks"
-        return f"{self.name} passes all {len(self.results)} checks"
+        if self.passed:
+            return (
+                f"{self.name} passes all {len(self.results)} checks, which find {self.distance:.2g} in total variation"
+            )
+        fails = f"{self.name} fails {len(self.failed)} of {len(self.results)} checks"
+        only_counts = all(ACCEPTED in result.name for result in self.failed)
+        return f"NOT THE RULE IT NAMES, if lossless: {fails}" if only_counts else f"NOT LOSSLESS: {fails}"
 
     def to_json(self) -> str:
         """Return the report as a JSON object."""

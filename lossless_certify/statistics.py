@@ -7,9 +7,10 @@ the largest excess over the 2^K events, each of which has Hoeffding's bound. A d
 with chance at most exp(-2 N (d - e)^2), by the event that is d off. These two give the number of draws.
 
 Relative entropy of the empirical distribution, sharper for a fault in few or rare outcomes. A right sampler reaches
-t / N with chance at most exp(-t) (e t / (K - 1))^(K - 1) (Agrawal 2019, arXiv 1904.02291, theorem I.2).
+t / N, t > K - 1, with chance at most exp(-t) (e t / (K - 1))^(K - 1) (Agrawal 2019, arXiv 1904.02291, theorem I.2).
 
-Both bounds hold for every number of draws: no expected count is too small, and nothing is pooled.
+Both bounds hold for every number of draws: no expected count is too small, and nothing is pooled. Rounding may give
+impossible outcomes a chance: float32 uniforms are zero once in 2^24. Together they are allowed `ROUNDING`.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ import numpy as np
 import scipy.optimize
 
 from lossless_certify.errors import CertifyError
+
+ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,10 @@ class Comparison:
     outcomes: int
     total_variation: float
     total_variation_limit: float
-    relative_entropy: float  # nats; infinite if an impossible outcome was drawn
+    relative_entropy: float  # nats
     relative_entropy_limit: float
     detectable: float  # total variation that is found with chance 1 - Rates.miss
+    impossible: int = 0  # draws of outcomes that have no chance
 
     @property
     def passed(self) -> bool:
@@ -50,8 +54,8 @@ class Comparison:
     @property
     def statistic(self) -> str:
         """Return the statistic that is furthest beyond, or nearest to, its limit, in words."""
-        if self.relative_entropy == math.inf:
-            return "an outcome of probability zero was drawn"
+        if self.impossible and not self.passed:
+            return f"{self.impossible} draws of outcomes that have no chance"
         entropy = self.relative_entropy / self.relative_entropy_limit
         if entropy > self.total_variation / self.total_variation_limit:
             return f"relative entropy {self.relative_entropy:.2e}, limit {self.relative_entropy_limit:.2e} nats"
@@ -81,8 +85,11 @@ def detectable_variation(outcomes: int, draws: int, rates: Rates) -> float:
 
 
 def draws_needed(outcomes: int, distance: float, rates: Rates) -> int:
-    """Return the draws with which a total variation of `distance` is found with chance 1 - rates.miss."""
-    return math.ceil(detectable_variation(outcomes, 1, rates) ** 2 / distance**2)
+    """Return the draws with which a total variation of `distance` is found with chance 1 - rates.miss.
+
+    One more outcome is allowed for: what is none of them.
+    """
+    return math.ceil(detectable_variation(outcomes + 1, 1, rates) ** 2 / distance**2)
 
 
 def compare(outcomes: np.ndarray, probs: np.ndarray, rates: Rates) -> Comparison:
@@ -94,27 +101,28 @@ def compare(outcomes: np.ndarray, probs: np.ndarray, rates: Rates) -> Comparison
     probs = np.asarray(probs, np.float64).ravel()
     if (probs < 0).any() or not abs(probs.sum() - 1) < 1e-9:
         raise CertifyError(f"probabilities that sum to {probs.sum():.6g}, where a distribution was wanted")
-    counts = np.bincount(np.asarray(outcomes).ravel(), minlength=len(probs))
-    draws, share = int(counts.sum()), counts / counts.sum()
-    drawn = counts > 0
-    entropy = math.inf
-    if len(counts) == len(probs) and (probs[drawn] > 0).all():
-        entropy = float((share[drawn] * np.log(share[drawn] / probs[drawn])).sum())
-    return _compared(draws, len(probs), total_variation(outcomes, probs), entropy, rates)
+    outcomes = np.minimum(np.asarray(outcomes).ravel(), len(probs))  # those that are no outcome are one more
+    probs = np.append(probs, 0.0)
+    none = probs == 0
+    expected = np.where(none, ROUNDING / none.sum(), probs * (1 - ROUNDING))
+    counts = np.bincount(outcomes, minlength=len(probs))
+    drawn, share = counts > 0, counts / len(outcomes)
+    entropy = float((share[drawn] * np.log(share[drawn] / expected[drawn])).sum())
+    compared = _compared(len(outcomes), len(probs), total_variation(outcomes, expected), entropy, rates)
+    return dataclasses.replace(compared, impossible=int(counts[none].sum()))
 
 
 def total_variation(outcomes: np.ndarray, probs: np.ndarray) -> float:
-    """Return the total variation between outcomes [N] int and probabilities [K] float64."""
-    counts = np.bincount(np.asarray(outcomes).ravel(), minlength=len(probs))
-    share = counts / counts.sum()
-    return 0.5 * float(np.abs(share[: len(probs)] - probs).sum() + share[len(probs) :].sum())
+    """Return the total variation between outcomes [N] int, below K, and probabilities [K] float64."""
+    share = np.bincount(np.asarray(outcomes).ravel(), minlength=len(probs)) / np.size(outcomes)
+    return 0.5 * float(np.abs(share - probs).sum())
 
 
 def compare_samples(first: np.ndarray, second: np.ndarray, *, outcomes: int, rates: Rates) -> Comparison:
     """Compare outcomes [N] int of two samples of one size; relative entropy is not used.
 
-    An event's difference of two shares is a mean of 2 N terms, so it has Hoeffding's bound exp(-N e^2): that of N / 2
-    draws of a known distribution.
+    An event's difference of two shares is a sum of 2 N terms, each within a range of 1 / N, so it has Hoeffding's bound
+    exp(-N e^2): that of N / 2 draws of a known distribution.
     """
     shares = [np.bincount(x, minlength=outcomes) / len(x) for x in (first, second)]
     distance = 0.5 * float(np.abs(shares[0] - shares[1]).sum())

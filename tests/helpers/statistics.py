@@ -13,4 +13,5 @@ def assert_drawn_from(indices, probs, at_most, error=1e-6):
     """
     compared = compare(np.asarray(indices), np.asarray(probs), Rates(false_alarm=error, miss=error))
     assert compared.detectable <= 2 * at_most, f"{compared.draws} draws find {compared.detectable:.4f}"
+    assert not compared.impossible, f"{compared.impossible} draws of outcomes that have no chance"
     assert compared.passed, f"not this distribution: {compared.statistic}"
