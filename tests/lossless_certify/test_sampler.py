@@ -123,13 +123,56 @@ def test_tokens_that_no_verification_emits_fail(answer, message):
     assert not report.passed and message in report.failed[0].statistic
 
 
-def test_a_sampler_needs_verify_and_known_tags():
+@pytest.mark.parametrize(
+    ("changes", "how", "message"),
+    [
+        ({"skips": {"one hot"}}, {}, r"unknown tags \['one hot'\]; the known ones are \['batches', "),
+        ({"skips": "seeds"}, {}, "skips is the text 'seeds', where a set of tags was wanted"),
+        ({"rule": "Block"}, {}, r"rule 'Block', where one of \['rejection', 'block'\], or None, was wanted"),
+        ({}, {"level": "fast"}, r"level 'fast', where one of \['default', 'quick'\] was wanted"),
+        ({}, {"minutes": 0}, "minutes 0, where a number above 0 was wanted"),
+    ],
+)
+def test_a_sampler_says_what_it_is_in_known_words(changes, how, message):
+    sampler = RightSampler()
+    vars(sampler).update(changes)
+    with pytest.raises(CertifyError, match=message):
+        certify_sampler(sampler, **how)
     with pytest.raises(CertifyError, match="object has no method `verify`"):
         certify_sampler(object())
-    sampler = RightSampler()
-    sampler.skips = {"one hot"}
-    with pytest.raises(CertifyError, match=r"unknown tags \['one hot'\]; the known ones are \['batches', "):
-        certify_sampler(sampler)
+
+
+class Raises(RightSampler):
+    def verify(self, block):
+        raise RuntimeError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sampler", "lossless_certify.nothing:x"], "lossless_certify.nothing:x: No module named"),
+        (["sampler", "lossless_certify.hall"], "lossless_certify.hall: .*, where package.module:NAME was wanted"),
+        (["sampler", "lossless_certify.hall:Fault"], "missing 3 required .*, where package.module:NAME was wanted"),
+        (["sampler", f"{__name__}:Raises"], "no verdict, RuntimeError was raised"),
+        (["sampler", f"{__name__}:Raises", "--page", "nowhere/page.md"], "nowhere/page.md: no such folder"),
+        (["engine", "x:y", "--prompts", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["engine", "x:y", "--prompts", "empty.txt"], "empty.txt: no prompt, where one in each line was wanted"),
+        (["endpoint", "x", "--model", "m", "--prompts", "one.txt", "--field", "a=b"], "--field .*, where KEY=JSON"),
+    ],
+)
+def test_no_verdict_is_a_status_and_a_line_of_its_own(arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "one.txt").write_text("a prompt\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert re.match(f"error: .*{message}", capsys.readouterr().err.splitlines()[-1])
+
+
+@pytest.mark.parametrize("option", ["--minutes=0", "--minutes=inf", "--minutes=-1", "--seed=-1"])
+def test_a_number_out_of_its_range_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["sampler", "lossless_certify.hall:RightSampler", option])
+    assert ", where a number from " in capsys.readouterr().err
 
 
 def test_the_command_writes_both_forms_and_its_status_is_the_verdict(tmp_path, capsys):
@@ -141,8 +184,6 @@ def test_the_command_writes_both_forms_and_its_status_is_the_verdict(tmp_path, c
         assert report["passed"] == (not status) and report["verdict"] == said.splitlines()[-1]
         assert (tmp_path / "r.md").read_text().startswith(f"# {report['verdict']}\n")
     assert "**FAILED** | 10" in (tmp_path / "r.md").read_text() or "**FAILED** | 6" in (tmp_path / "r.md").read_text()
-    assert main(["sampler", "lossless_certify.nothing:x"]) == 2
-    assert capsys.readouterr().err.startswith("error: lossless_certify.nothing:x: No module named")
 
 
 @pytest.mark.slow
