@@ -2,7 +2,7 @@
 
     python -m experiments.smollm.parity --policy checkpoints/smollm2-135m --output experiments/smollm/parity.json
 
-Both sides are float32 on the CPU. Prompts are pieces of this repository's pages. Drafts are n-grams of earlier text,
+Both sides are float32 on the CPU. Prompts are pieces of answers to GSM8K's questions. Drafts are n-grams of earlier text,
 which need no head. Two greedy answers may part at a tie; its gap is the distance of the two tokens in the logits of
 transformers. Exits with 1 where logits differ by more than 1e-4, answers part at a gap above 1e-4, or more than a tenth
 of them part. `--small` compares the random model that `prepare --small` writes, and writes it first.
@@ -33,12 +33,13 @@ with commands.needed("pip install -r requirements-parity.txt"):
 
 LOGITS, SHARE_PARTED = 1e-4, 0.1
 SMALL_POLICY = "runs/small/smollm2"
+TEXTS = commands.REPOSITORY / "experiments/rewards/answers.jsonl"
 DRAFTS = ("none", "ngram")
 
 
 def read_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """Return `count` pieces of `length` tokens, evenly spaced in the pages of docs/."""
-    text = "\n".join(path.read_text() for path in sorted((commands.REPOSITORY / "docs").glob("*.md")))
+    """Return `count` pieces of `length` tokens, evenly spaced in TEXTS."""
+    text = "\n".join(json.loads(line)["response"] for line in TEXTS.read_text().splitlines())
     tokens = tokenizer.encode(text)
     starts = [i * (len(tokens) - length) // count for i in range(count)]
     return [tokens[start : start + length] for start in starts]

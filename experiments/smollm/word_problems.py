@@ -35,7 +35,7 @@ NAMES = (
     "Tom",
 )
 THINGS = ("apples", "books", "cards", "coins", "cookies", "flowers", "marbles", "pencils", "shells", "stickers")
-HOLDERS = ("bags", "boxes", "baskets", "jars")
+TWO_STEPS = 0.25  # share of the problems
 
 # A sentence with {name}, {other}, {n} and {thing}, and what it makes of the number so far.
 Step = tuple[str, Callable[[int, int], int]]
@@ -50,30 +50,20 @@ FEWER: tuple[Step, ...] = (
     ("{name} loses {n} {thing}.", lambda total, n: total - n),
     ("{name} sells {n} {thing}.", lambda total, n: total - n),
 )
-TIMES = "{name} has {m} {holder} with {n} {thing} in each."
 ASK = "How many {thing} does {name} have now?"
 
 
-def word_problem(rng: np.random.Generator, largest: int = 20) -> dict[str, str]:
-    """Return the row of a problem: a number or a product of two, then one or two steps up or down.
-
-    Args:
-      largest: of the numbers that are added or taken away.
-    """
+def word_problem(rng: np.random.Generator, largest: int = 10) -> dict[str, str]:
+    """Return the row of a problem: a number, then one or two steps up or down; none of them above `largest`."""
     name, other = (str(word) for word in rng.choice(NAMES, 2, replace=False))
-    words = {"name": name, "other": other, "thing": str(rng.choice(THINGS)), "holder": str(rng.choice(HOLDERS))}
-    steps = int(rng.integers(1, 3))
-    if rng.random() < 0.3:
-        m, n = (int(factor) for factor in rng.integers(2, 10, size=2))
-        sentences, total, steps = [TIMES.format(m=m, n=n, **words)], m * n, steps - 1
-    else:
-        total = int(rng.integers(2, largest + 1))
-        sentences = [FIRST.format(n=total, **words)]
-    for _ in range(steps):
-        fewer = total > 1 and rng.random() < 0.5
+    words = {"name": name, "other": other, "thing": str(rng.choice(THINGS))}
+    total = int(rng.integers(2, largest + 1))
+    sentences = [FIRST.format(n=total, **words)]
+    for _ in range(2 if rng.random() < TWO_STEPS else 1):
+        fewer = total > 2 and rng.random() < 0.5
         choices = FEWER if fewer else MORE
         sentence, apply = choices[int(rng.integers(len(choices)))]
-        n = int(rng.integers(1, min(largest, total - 1) + 1)) if fewer else int(rng.integers(2, largest + 1))
+        n = int(rng.integers(2, (min(largest, total - 1) if fewer else largest) + 1))  # one would be no plural
         sentences.append(sentence.format(n=n, **words))
         total = apply(total, n)
     return {"question": " ".join([*sentences, ASK.format(**words)]), "answer": str(total)}
