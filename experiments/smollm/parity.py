@@ -66,8 +66,10 @@ def compare_logits(
 def make_generator(policy: str, kind: str, *, prompt_tokens: int, new_tokens: int) -> Generator:
     """Load the policy with one kind of draft, greedy, one compiled draft length."""
     draft = DraftConfig(kind=kind, length=3, adaptive=False)
-    limits = {"max_prompt_tokens": prompt_tokens, "max_response_tokens": new_tokens, "num_slots": 4}
-    return load_generator(policy, draft, RolloutConfig(temperature=0.0, **limits), group_size=1)
+    rollout = RolloutConfig(
+        temperature=0.0, max_prompt_tokens=prompt_tokens, max_response_tokens=new_tokens, num_slots=4
+    )
+    return load_generator(policy, draft, rollout, group_size=1)
 
 
 def our_answers(generator: Generator, prompts: list[list[int]]) -> tuple[list[list[int]], float]:

@@ -14,8 +14,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -51,7 +51,7 @@ NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
 class Gguf(NamedTuple):
     """The content of a GGUF file."""
 
-    fields: Mapping[str, object]
+    fields: Mapping[str, Any]
     tensors: Mapping[str, np.ndarray]  # float32, [out, in]
 
 
@@ -81,7 +81,7 @@ def read_gguf(path: str) -> Gguf:
     )
 
 
-def llama_config(fields: Mapping[str, object], *, tied: bool) -> dict[str, object]:
+def llama_config(fields: Mapping[str, Any], *, tied: bool) -> dict[str, object]:
     """Return the content of config.json. Raises InputError for another architecture than Llama's."""
     if fields["general.architecture"] != "llama":
         raise InputError(f"the GGUF file holds a '{fields['general.architecture']}' model, expected llama")
@@ -130,22 +130,19 @@ def hf_tensors(gguf: Gguf) -> dict[str, np.ndarray]:
             tensors["lm_head.weight"] = weight
         elif parts[0] == "blk" and parts[2] in LAYER_NAMES and parts[3:] == ["weight"]:
             if parts[2] in heads:
-                count = gguf.fields[heads[parts[2]]]
-                assert isinstance(count, int)
-                weight = unpermute(weight, count)
+                weight = unpermute(weight, gguf.fields[heads[parts[2]]])
             tensors[f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.weight"] = weight
         else:
             raise InputError(f"the GGUF file has a tensor {name}, which a Llama does not have")
     return {name: np.ascontiguousarray(weight) for name, weight in sorted(tensors.items())}
 
 
-def make_tokenizer(fields: Mapping[str, object]) -> tokenizers.Tokenizer:
+def make_tokenizer(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Build the byte-level BPE of the file, which splits numbers into digits. Raises InputError for another one."""
     kind = fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]
     if kind != ("gpt2", "smollm"):
         raise InputError(f"the GGUF file has a tokenizer '{kind[0]}' of type '{kind[1]}', expected gpt2 and smollm")
     texts, types, merges = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
-    assert isinstance(texts, Sequence) and isinstance(types, Sequence) and isinstance(merges, Sequence)
     pairs = [tuple(merge.split(" ")) for merge in merges]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({text: i for i, text in enumerate(texts)}, pairs))
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
@@ -157,12 +154,11 @@ def make_tokenizer(fields: Mapping[str, object]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(fields: Mapping[str, object]) -> dict[str, object]:
+def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, object]:
     """Return the content of tokenizer_config.json: the chat template and the tokens it may name."""
     texts = fields["tokenizer.ggml.tokens"]
-    assert isinstance(texts, Sequence)
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    tokens = {name: texts[fields[f"tokenizer.ggml.{kind}_token_id"]] for name, kind in names.items()}  # type: ignore[index]
+    tokens = {name: texts[fields[f"tokenizer.ggml.{kind}_token_id"]] for name, kind in names.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
