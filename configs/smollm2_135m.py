@@ -1,0 +1,67 @@
+"""RL on pretrained weights with two CPU cores: SmolLM2-135M-Instruct on word problems in plain English.
+
+    python -m experiments.smollm.prepare --output checkpoints/smollm2-135m
+    python main.py --config configs/smollm2_135m.py
+
+The first command says what it needs. A problem has one or two steps (experiments/smollm/word_problems.py), an answer at
+most 64 tokens. Worked examples stand before each problem as earlier turns: without them the policy is hardly ever
+right, and there is nothing to reinforce. The reward is 1 for a right answer, wherever `math` finds it, and 0.2 for a
+last line "Answer: X". The EAGLE-3 head begins with random weights, learns during the run and drafts once that saves
+time.
+
+Hardware: 2 CPU cores, 16 GiB. Time and accuracy: experiments/smollm/README.md. `:smoke` runs the same steps with a
+random nano policy on a built-in task.
+"""
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config import base, recipes
+
+EXAMPLES = (
+    ("Kim has 4 pens. Kim buys 3 more pens. How many pens does Kim have now?", "4 + 3 = 7\nAnswer: 7"),
+    ("Kim has 9 hats. Kim gives 4 hats to Lee. How many hats does Kim have now?", "9 - 4 = 5\nAnswer: 5"),
+    ("Lee has 7 pens. Kim gives Lee 2 more pens. How many pens does Lee have now?", "7 + 2 = 9\nAnswer: 9"),
+    ("Mia has 8 cups. Mia sells 2 cups. How many cups does Mia have now?", "8 - 2 = 6\nAnswer: 6"),
+)
+# Turns of the chat template, of which the problem is the last.
+TURN = "{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n"
+TEMPLATE = "".join(TURN.format(question=question, answer=answer) for question, answer in EXAMPLES) + "{prompt}"
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    if arg not in ("", "smoke"):
+        raise ValueError(f"configs/smollm2_135m.py: no variant '{arg}'; there is smoke")
+    c = base()
+    c.steps = 100
+    c.policy.preset = ""
+    c.policy.path = "checkpoints/smollm2-135m"
+    c.policy.vocab_tile = 6_144  # an eighth of the vocabulary
+    c.data.path = "experiments/smollm/problems/train.jsonl"
+    c.data.schema = "question"
+    c.data.template = TEMPLATE
+    c.data.system = "Add and subtract."
+    c.data.chat = "always"
+    c.data.tokenizer = ""
+    c.rollout.max_prompt_tokens = 256
+    c.rollout.max_response_tokens = 64
+    c.rollout.num_slots = 32
+    c.grpo.prompts_per_step = 4
+    c.grpo.group_size = 8
+    c.grpo.old_logprobs = "rollout"
+    c.grpo.microbatch_tokens = 2_560
+    c.optimizer.learning_rate = 2e-6
+    c.optimizer.warmup = 5
+    c.reward.name = "math,answer_line_format"
+    c.reward.weights = (1.0, 0.2)
+    c.draft.kind = "eagle3"  # draft.path='': a random head
+    c.draft.vocab_size = 4_096
+    c.draft.compare_rounds = 0
+    c.eval.path = "experiments/smollm/problems/test.jsonl"
+    c.eval.problems = 128
+    c.eval.every = 25
+    c.checkpoint.keep = 1
+    if arg == "smoke":
+        c = recipes.shrink(c, "nano_llama")
+        c.data.template = "{prompt}"
+        c.data.system = ""
+    return c
