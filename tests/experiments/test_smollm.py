@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 
 import jax
@@ -15,6 +16,7 @@ from specrl_jax.data.tokenizers import load_tokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.runs import ROOT, process_environment
 
 
 @pytest.fixture(scope="module")
@@ -150,16 +152,14 @@ def test_a_gguf_file_is_read_and_dequantised(tmp_path):
 
 
 @pytest.mark.slow
-def test_logits_and_answers_are_those_of_transformers(monkeypatch, tmp_path):
+def test_logits_and_answers_are_those_of_transformers(tmp_path):
     for module in ("torch", "transformers"):
         pytest.importorskip(module, reason="compares with transformers; pip install -r requirements-parity.txt")
-    from experiments.smollm import parity
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["parity", "--small", "--output", "parity.json"])
-    assert parity.main() == 0
-    result = json.loads((tmp_path / "parity.json").read_text())
-    assert result["logits"]["largest"] <= parity.LOGITS
+    command = [sys.executable, "-m", "experiments.smollm.parity", "--small", "--output", str(tmp_path / "parity.json")]
+    environment = process_environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "parity.json").read_text())["logits"]["largest"] <= 1e-4
 
 
 def test_the_package_is_not_imported_to_find_its_file(monkeypatch, tmp_path):
