@@ -85,7 +85,8 @@ class Sampler(Protocol):
     `draft(rows: DraftRows) -> tokens [B]` draws drafted tokens by the engine's own noise. Without it the certifier
     draws them from q by noise of its own, and whether draft and verification are independent stays untested.
 
-    `rule`: "rejection" or "block" if it is that rule; then the number of accepted tokens has a known distribution, too.
+    `rule`: "rejection" or "block" if it is that rule: the number of accepted tokens has a known distribution, too; or
+    "coupled".
     `skips`: a set of `cases.TAGS` that the sampler has no interface for; the report names them.
     `max_rows`: the most rows of a block; None: any number.
     """

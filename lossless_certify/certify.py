@@ -52,8 +52,8 @@ def certify_sampler(
     skips = _skips(sampler)
     checks = [check for check in (*CASES, *PAIRS) if not skips & set(check.needs)]
     rule = getattr(sampler, "rule", None)
-    if rule not in (None, *RULES):
-        raise CertifyError(f"rule {rule!r}, where one of {list(RULES)}, or None, was wanted")
+    if rule not in (None, "coupled", *RULES):
+        raise CertifyError(f"rule {rule!r}, where one of {[*RULES, 'coupled']}, or None, was wanted")
     comparisons = len(checks) + sum(isinstance(check, Case) and check.counts for check in checks if rule in RULES)
     rates = Rates(FALSE_ALARM / comparisons)
     distance = DISTANCES[level] if minutes is None else _affordable(sampler, checks, rates, 60 * minutes, seed)
@@ -63,8 +63,8 @@ def certify_sampler(
     report.untested = [f"{tag}: {TAGS[tag]}" for tag in sorted(skips)]
     if not hasattr(sampler, "draft"):
         report.untested.append("independence of draft noise: the sampler has no `draft`")
-    if rule is None:
-        report.untested.append("number of accepted tokens: the sampler names no `rule`")
+    if rule not in RULES:
+        report.untested.append(f"number of accepted tokens: known for the rules {list(RULES)} alone")
     for check in (*EXACT, *checks):
         for result in _results(sampler, check, skips, rule, distance=distance, rates=rates, seed=seed):
             report.results.append(result)

@@ -287,4 +287,4 @@ FAULTS = (
     Fault("noise keyed by slot", "-", SlotKeyed()),
     Fault("q of another temperature", "-", OtherTemperature()),
 )
-RIGHT = {"rejection": RightSampler(), "block": RightSampler("block"), "coupled": CoupledSampler(None)}
+RIGHT = {"rejection": RightSampler(), "block": RightSampler("block"), "coupled": CoupledSampler("coupled")}

@@ -6,16 +6,13 @@ Two random Llamas over four tokens; torch and transformers are wanted, JAX is no
 """
 
 import time
+from typing import Any
 
 import numpy as np
 
 from experiments import commands
 from lossless_certify.distributions import flat_index, joint, sampling_probs, sequences
 from lossless_certify.statistics import Rates, compare, draws_needed
-
-with commands.needed("requirements-parity.txt"):
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
 V, LENGTH, PROMPT = 4, 3, [1, 3, 0, 2, 2, 1]
 FALSE_ALARM = 1e-6  # of all settings together
@@ -36,16 +33,21 @@ SETTINGS = {
 }
 
 
-def make_model(seed: int, layers: int) -> LlamaForCausalLM:
+def make_model(seed: int, layers: int) -> Any:
     """Return a random model, of weights so large that its distributions are far from uniform."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": layers}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return LlamaForCausalLM(LlamaConfig(vocab_size=V, initializer_range=0.4, **sizes, **ids)).eval()
 
 
-def exact(target: LlamaForCausalLM, setting: tuple[float, int, float]) -> np.ndarray:
+def exact(target: Any, setting: tuple[float, int, float]) -> np.ndarray:
     """Return the distribution [V ** LENGTH] of the first tokens, by the target's own forward pass."""
+    import torch
+
     (temperature, top_k, top_p), conditionals = setting, []
     for i in range(LENGTH):
         texts = torch.tensor([[*PROMPT, *row] for row in sequences(V, i).tolist()])
@@ -55,8 +57,10 @@ def exact(target: LlamaForCausalLM, setting: tuple[float, int, float]) -> np.nda
     return joint(conditionals).ravel()
 
 
-def sample(target: LlamaForCausalLM, draft: LlamaForCausalLM, setting: tuple[float, int, float]) -> list[int]:
+def sample(target: Any, draft: Any, setting: tuple[float, int, float]) -> list[int]:
     """Return the first tokens of one assisted generation."""
+    import torch
+
     temperature, top_k, top_p = setting
     processors = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     prompt = torch.tensor([PROMPT])
@@ -69,6 +73,8 @@ def main() -> None:
     parser = commands.Parser(__doc__)
     parser.sizes(distance=(0.05, 0.7, "total variation that is found"), seed=(0, 0))
     args = parser.parse_args()
+    with commands.needed("requirements-parity.txt"):
+        import torch
     torch.set_num_threads(1)
     target, draft = make_model(args.seed, 2), make_model(args.seed + 1, 1)
     rates = Rates(FALSE_ALARM / len(SETTINGS))

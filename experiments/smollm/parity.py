@@ -12,6 +12,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,6 @@ from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import Generator, load_generator
 from specrl_jax.training.metrics import speculation_metrics
 
-with commands.needed("pip install -r requirements-parity.txt"):
-    import torch
-    import transformers
-
 LOGITS, SHARE_PARTED = 1e-4, 0.1
 SMALL_POLICY = "runs/small/smollm2"
 TEXTS = commands.REPOSITORY / "experiments/rewards/answers.jsonl"
@@ -45,9 +42,7 @@ def read_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int
     return [tokens[start : start + length] for start in starts]
 
 
-def compare_logits(
-    policy: str, model: transformers.PreTrainedModel, prompts: Sequence[list[int]]
-) -> dict[str, float | list[float]]:
+def compare_logits(policy: str, model: Any, prompts: Sequence[list[int]]) -> dict[str, float | list[float]]:
     """Return how far the learner's logits are from transformers'."""
     config = hf.load_config(policy)
     partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
@@ -79,11 +74,10 @@ def our_answers(generator: Generator, prompts: list[list[int]]) -> tuple[list[li
     return answers, speculation_metrics(rollouts)["spec/acceptance_length"]
 
 
-@torch.inference_mode()
-def their_answer(
-    model: transformers.PreTrainedModel, prompt: list[int], new_tokens: int, eos: tuple[int, ...]
-) -> list[int]:
+def their_answer(model: Any, prompt: list[int], new_tokens: int, eos: tuple[int, ...]) -> list[int]:
     """Return the greedy answer of transformers, end-of-text included."""
+    import torch
+
     tokens = torch.tensor([prompt])
     output = model.generate(
         tokens,
@@ -96,14 +90,15 @@ def their_answer(
     return list(output[0, len(prompt) :].tolist())
 
 
-@torch.inference_mode()
-def their_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> np.ndarray:
+def their_logits(model: Any, tokens: list[int]) -> np.ndarray:
     """Return logits [T, V]."""
+    import torch
+
     return np.asarray(model(torch.tensor([tokens])).logits[0])
 
 
 def find_gaps(
-    model: transformers.PreTrainedModel, prompts: list[list[int]], theirs: list[list[int]], ours: list[list[int]]
+    model: Any, prompts: list[list[int]], theirs: list[list[int]], ours: list[list[int]]
 ) -> list[dict[str, float]]:
     """Return where answers part, and how far the two tokens' logits are apart there."""
     partings = []
@@ -125,6 +120,10 @@ def main() -> int:
     a = parser.parse_args()
     if a.small:
         prepare.prepare("", SMALL_POLICY)
+    with commands.needed("pip install -r requirements-parity.txt"):
+        import torch
+        import transformers
+    torch.set_grad_enabled(False)
     torch.set_num_threads(1)  # two that share a core with another process take ten times as long
     model = transformers.AutoModelForCausalLM.from_pretrained(a.policy, dtype=torch.float32).eval()
     model.generation_config = transformers.GenerationConfig()

@@ -128,7 +128,7 @@ def test_tokens_that_no_verification_emits_fail(answer, message):
     [
         ({"skips": {"one hot"}}, {}, r"unknown tags \['one hot'\]; the known ones are \['batches', "),
         ({"skips": "seeds"}, {}, "skips is the text 'seeds', where a set of tags was wanted"),
-        ({"rule": "Block"}, {}, r"rule 'Block', where one of \['rejection', 'block'\], or None, was wanted"),
+        ({"rule": "Block"}, {}, r"rule 'Block', where one of \['rejection', 'block', 'coupled'\], or None, was wanted"),
         ({}, {"level": "fast"}, r"level 'fast', where one of \['default', 'quick'\] was wanted"),
         ({}, {"minutes": 0}, "minutes 0, where a number above 0 was wanted"),
     ],
