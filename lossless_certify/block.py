@@ -4,7 +4,7 @@ Letters: B rows, k drafted tokens, V the target's vocabulary, Vd the draft's.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -42,13 +42,6 @@ class Block:
         probs = sampling_probs(self.draft_logits, self.temperature[:, None, None])
         return spread(probs, self.vocab_map, self.target_logits.shape[-1])
 
-    def rows(self, index: np.ndarray) -> "Block":
-        """Return the block of some rows, in the order of `index`."""
-        one_for_all = ("vocab_map", "seed")
-        names = [f.name for f in dataclasses.fields(self) if f.name not in one_for_all]
-        columns: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return dataclasses.replace(self, **{name: column[index] for name, column in columns.items()})
-
 
 @dataclasses.dataclass(frozen=True)
 class DraftRows:
@@ -66,17 +59,24 @@ class DraftRows:
     number: np.ndarray
     offset: int  # place of the drafted token in its block, from 0
 
-    def rows(self, index: np.ndarray) -> "DraftRows":
-        """Return some rows, in the order of `index`."""
-        names = ("draft_logits", "temperature", "top_k", "top_p", "request", "position", "number")
-        columns: dict[str, Any] = {name: getattr(self, name)[index] for name in names}
-        return dataclasses.replace(self, **columns)
-
     @property
     def probs(self) -> np.ndarray:
         """Return q [B, V] float64, softmax(draft_logits / temperature) on the target's vocabulary."""
         probs = sampling_probs(self.draft_logits, self.temperature[:, None])
         return spread(probs, self.vocab_map, self.vocabulary)
+
+
+Rows = TypeVar("Rows", Block, DraftRows)
+
+
+def take_rows(rows: Rows, index: np.ndarray) -> Rows:
+    """Return some rows, in the order of `index`."""
+    columns: dict[str, Any] = {
+        name: column[index]
+        for name, column in vars(rows).items()
+        if isinstance(column, np.ndarray) and name != "vocab_map"
+    }
+    return dataclasses.replace(rows, **columns)
 
 
 class Sampler(Protocol):

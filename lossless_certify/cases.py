@@ -26,7 +26,7 @@ class Case:
     """One check: `blocks` verifications in a row, of which the first `length` tokens are compared.
 
     Attributes:
-      settings: sampling parameters; rows take turns, and each is a case of its own.
+      settings: sampling parameters, of which each row has one by chance; each is a case of its own.
       drafts: "sampled" from q; "one-hot": any tokens, without probabilities, of which each is a case of its own;
         "likeliest": the draft's likeliest tokens, without probabilities.
       lengths: tokens drafted: "full": k; "any": 0 to k, each a case of its own; "last": as many as the request's last

@@ -1,11 +1,12 @@
 """Drive a sampler as an engine does: draft, verify, advance; and refuse what does not fit."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from lossless_certify.block import Block, DraftRows, Sampler
+from lossless_certify.block import Block, DraftRows, Rows, Sampler, take_rows
 from lossless_certify.cases import Case
 from lossless_certify.distributions import draw, flat_index
 from lossless_certify.errors import CertifyError
@@ -122,11 +123,11 @@ def make_block(
 
 def _draw(sampler: Any, rows: DraftRows) -> np.ndarray:
     """Return the sampler's drafted tokens [B]."""
-    B = len(rows.request)
-    most = getattr(sampler, "max_rows", None) or B
-    if most < B:
-        return np.concatenate([_draw(sampler, rows.rows(np.arange(i, min(i + most, B)))) for i in range(0, B, most)])
-    return _whole(sampler.draft(rows), "draft", (B,), highest=rows.vocabulary - 1)
+    drawn = [
+        _whole(sampler.draft(part), "draft", part.request.shape, highest=rows.vocabulary - 1)
+        for part in _parts(sampler, rows)
+    ]
+    return np.concatenate(drawn)
 
 
 def verify(sampler: Sampler, block: Block) -> tuple[np.ndarray, np.ndarray]:
@@ -136,11 +137,22 @@ def verify(sampler: Sampler, block: Block) -> tuple[np.ndarray, np.ndarray]:
       CertifyError: they have other shapes or types.
       WrongTokensError: more was kept than was drafted, or something else.
     """
-    B, k = block.draft_tokens.shape
+    answers = [_verify_part(sampler, part) for part in _parts(sampler, block)]
+    return np.concatenate([tokens for tokens, _ in answers]), np.concatenate([count for _, count in answers])
+
+
+def _parts(sampler: Sampler, rows: Rows) -> Iterator[Rows]:
+    """Yield rows in parts of at most the sampler's `max_rows`."""
+    B = len(rows.request)
     most = getattr(sampler, "max_rows", None) or B
-    if most < B:
-        parts = [verify(sampler, block.rows(np.arange(i, min(i + most, B)))) for i in range(0, B, most)]
-        return np.concatenate([tokens for tokens, _ in parts]), np.concatenate([count for _, count in parts])
+    if most >= B:
+        yield rows
+    else:
+        yield from (take_rows(rows, np.arange(i, min(i + most, B))) for i in range(0, B, most))
+
+
+def _verify_part(sampler: Sampler, block: Block) -> tuple[np.ndarray, np.ndarray]:
+    B, k = block.draft_tokens.shape
     answer = sampler.verify(block)
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise CertifyError(f"verify returned {type(answer).__name__}, where (tokens [B, k + 1], count [B]) was wanted")

@@ -11,7 +11,7 @@ from typing import Any
 from lossless_certify.certify import FALSE_ALARM
 from lossless_certify.errors import CertifyError
 from lossless_certify.report import Certificate, Result
-from lossless_certify.statistics import Rates, draws_needed
+from lossless_certify.statistics import Rates, affordable_distance, draws_needed
 from lossless_certify.texts import TEXTS, Batch, Completion, RecordedLogProbs, Text, TextCheck, text_checks
 
 BATCH = 1024  # samples of each prompt in one call
@@ -69,9 +69,7 @@ def certify_engine(
     rates = Rates(FALSE_ALARM / (len(checks) + options.seeded))
     if minutes is not None:
         needed = trial.seconds * len(engines) * draws_needed(TEXTS + 1, 1, rates)
-        distance = (needed / (60 * minutes)) ** 0.5
-        if distance > 0.5:
-            raise CertifyError(f"{minutes:.3g} minutes: this engine needs at least {4 * needed / 60:.3g}")
+        distance = affordable_distance(needed, minutes, "engine")
     report = Certificate(options.name, seed=seed, distance=distance, false_alarm=FALSE_ALARM, rates=rates)
     report.untested = list(trial.untested())
     draws = len(engines) * draws_needed(TEXTS + 1, distance, rates)  # N of each of two samples tell as much as N / 2

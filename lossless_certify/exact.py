@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from lossless_certify.block import Block, Sampler
+from lossless_certify.block import Block, Sampler, take_rows
 from lossless_certify.cases import Case
 from lossless_certify.driver import Keys, make_block, verify
 from lossless_certify.report import Result
@@ -36,19 +37,19 @@ def check_noise(sampler: Sampler, skips: set[str], *, seed: int) -> Iterator[Res
     yield _result("one seed twice", _same(first, verify(sampler, block)), "rows that differ")
     if "batches" not in skips:
         order = rng.permutation(len(block.request))
-        moved = verify(sampler, block.rows(order))
+        moved = verify(sampler, take_rows(block, order))
         yield _result("rows in another order", _same([x[order] for x in first], moved), "rows that differ")
         for name, part in (("rows in a small block", np.arange(37)), ("a row alone", np.arange(36, 37))):
-            alone = verify(sampler, block.rows(part))
+            alone = verify(sampler, take_rows(block, part))
             yield _result(name, _same([x[part] for x in first], alone), "rows that differ")
         others = _block(sampler, Case("noise", V=5, k=3), seed + 1)
         even = np.arange(len(order)) % 2 == 0
-        columns = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
+        columns: dict[str, Any] = {name: x for name, x in vars(block).items() if isinstance(x, np.ndarray)}
         for name, column in columns.items():
-            if isinstance(column, np.ndarray):
-                mask = even.reshape(-1, *[1] * (column.ndim - 1))
-                columns[name] = np.where(mask, column, getattr(others, name))
-        mixed = verify(sampler, Block(**columns | {"request": np.where(even, block.request, block.request + 9999)}))
+            mask = even.reshape(-1, *[1] * (column.ndim - 1))
+            columns[name] = np.where(mask, column, getattr(others, name))
+        columns["request"] = np.where(even, block.request, block.request + 9999)
+        mixed = verify(sampler, dataclasses.replace(block, **columns))
         yield _result("rows among others", _same(first, mixed)[even], "rows that differ")
 
 

@@ -146,8 +146,7 @@ def gumbel_argmax(probs: np.ndarray, keys: Block | DraftRows, position: np.ndarr
 class SharedGumbel(RightSampler):
     """The refused token's replacement is drawn with the Gumbel noise that the draft was drawn with."""
 
-    def draft(self, rows: DraftRows) -> np.ndarray:
-        return gumbel_argmax(rows.probs, rows, rows.position + rows.offset)
+    draft = CoupledSampler.draft
 
     def draw_last(self, v: Verification, weights: np.ndarray, accepted: np.ndarray) -> np.ndarray:
         return gumbel_argmax(weights, v.block, v.block.position + accepted)

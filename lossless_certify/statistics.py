@@ -37,12 +37,11 @@ class Comparison:
     """Counts against a distribution."""
 
     draws: int
-    outcomes: int
     total_variation: float
     total_variation_limit: float
-    relative_entropy: float  # nats
-    relative_entropy_limit: float
     detectable: float  # total variation that is found with chance 1 - Rates.miss
+    relative_entropy: float = 0.0  # nats
+    relative_entropy_limit: float = math.inf
     impossible: int = 0  # draws of outcomes that have no chance
 
     @property
@@ -108,8 +107,16 @@ def compare(outcomes: np.ndarray, probs: np.ndarray, rates: Rates) -> Comparison
     counts = np.bincount(outcomes, minlength=len(probs))
     drawn, share = counts > 0, counts / len(outcomes)
     entropy = float((share[drawn] * np.log(share[drawn] / expected[drawn])).sum())
-    compared = _compared(len(outcomes), len(probs), total_variation(outcomes, expected), entropy, rates)
-    return dataclasses.replace(compared, impossible=int(counts[none].sum()))
+    draws, half = len(outcomes), rates.false_alarm / 2
+    return Comparison(
+        draws=draws,
+        total_variation=total_variation(outcomes, expected),
+        total_variation_limit=variation_limit(len(probs), draws, half),
+        detectable=detectable_variation(len(probs), draws, rates),
+        relative_entropy=entropy,
+        relative_entropy_limit=entropy_limit(len(probs), draws, half),
+        impossible=int(counts[none].sum()),
+    )
 
 
 def total_variation(outcomes: np.ndarray, probs: np.ndarray) -> float:
@@ -126,18 +133,21 @@ def compare_samples(first: np.ndarray, second: np.ndarray, *, outcomes: int, rat
     """
     shares = [np.bincount(x, minlength=outcomes) / len(x) for x in (first, second)]
     distance = 0.5 * float(np.abs(shares[0] - shares[1]).sum())
-    compared = _compared(len(first) // 2, outcomes, distance, 0.0, rates)
-    return dataclasses.replace(compared, draws=len(first), relative_entropy_limit=math.inf)
-
-
-def _compared(draws: int, outcomes: int, distance: float, entropy: float, rates: Rates) -> Comparison:
-    half = rates.false_alarm / 2
     return Comparison(
-        draws=draws,
-        outcomes=outcomes,
+        draws=len(first),
         total_variation=distance,
-        total_variation_limit=variation_limit(outcomes, draws, half),
-        relative_entropy=entropy,
-        relative_entropy_limit=entropy_limit(outcomes, draws, half),
-        detectable=detectable_variation(outcomes, draws, rates),
+        total_variation_limit=variation_limit(outcomes, len(first) // 2, rates.false_alarm / 2),
+        detectable=detectable_variation(outcomes, len(first) // 2, rates),
     )
+
+
+def affordable_distance(seconds: float, minutes: float, what: str) -> float:
+    """Return the total variation that can be found in `minutes`, where one of 1 takes `seconds`.
+
+    Raises:
+      CertifyError: none below 0.5.
+    """
+    distance = math.sqrt(seconds / (60 * minutes))
+    if distance > 0.5:
+        raise CertifyError(f"{minutes:.3g} minutes: this {what} needs at least {4 * seconds / 60:.3g}")
+    return distance

@@ -48,7 +48,7 @@ class CertifiedSampler:
     def verify(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens [B, k + 1], count [B])."""
         truncated = bool((block.top_k > 0).any() or (block.top_p < 1).any())
-        arrays = jax.tree.map(jnp.array, dataclasses.asdict(block))
+        arrays = jax.tree.map(jnp.array, vars(block))
         draft = Draft(
             arrays["draft_tokens"],
             arrays["draft_logits"],

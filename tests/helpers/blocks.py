@@ -8,6 +8,7 @@ import numpy as np
 
 from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from lossless_certify.distributions import flat_index, softmax
+from specrl_jax.decoding.certified import QUICKLY
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.exact import final_probs
@@ -90,9 +91,6 @@ def make_model(kind, V, k, seed=0, none=NO):
 
 
 # --- with the noise of the library
-
-# Compiling small programs takes longer than running them.
-QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def run_block(model, sampling, ids, seed=1, position=17, deterministic=False):
