@@ -29,8 +29,8 @@ TEMPLATE = "".join(TURN.format(question=question, answer=answer) for question, a
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    if arg not in ("", "smoke"):
-        raise ValueError(f"configs/smollm2_135m.py: no variant '{arg}'; there is smoke")
+    if arg not in ("", "head", "smoke"):
+        raise ValueError(f"configs/smollm2_135m.py: no variant '{arg}'; there are head, smoke")
     c = base()
     c.steps = 100
     c.policy.preset = ""
@@ -45,6 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.rollout.max_prompt_tokens = 256
     c.rollout.max_response_tokens = 64
     c.rollout.num_slots = 32
+    c.rollout.cache_gb = 0.7  # all of their keys and values
     c.grpo.prompts_per_step = 4
     c.grpo.group_size = 8
     c.grpo.old_logprobs = "rollout"
@@ -60,6 +61,29 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.problems = 128
     c.eval.every = 25
     c.checkpoint.keep = 1
+    if arg == "head":
+        c.task = "draft_pretrain"
+        c.steps = 560
+        c.data.path = "gsm8k/train.jsonl"
+        c.data.template = "{prompt}"
+        c.data.system = ""
+        c.rollout.max_response_tokens = 160
+        c.rollout.prefill_tokens = 128
+        c.grpo.prompts_per_step = 96
+        c.grpo.group_size = 1
+        c.pretrain.rollouts = 1_500
+        c.pretrain.batch_size = 8
+        c.pretrain.output = "checkpoints/smollm2-135m-head"
+        c.draft.vocab_size = 8_192
+        c.draft.length = 3
+        c.draft.adaptive = False
+        c.draft.learning_rate = 1e-3
+        c.draft.warmup = 50
+        c.draft.decay_steps = c.steps
+        c.draft.ttt_steps = 4
+        c.eval.path = "gsm8k/test.jsonl"
+        c.eval.problems = 48
+        c.eval.every = 140
     if arg == "smoke":
         c = recipes.shrink(c, "nano_llama")
         c.data.template = "{prompt}"

@@ -28,6 +28,9 @@ from specrl_jax.training.inference_engine import check_cache_length
 LENGTHS = (0, 1, 2, 3, 5, 7)
 # A batch that has thinned goes on in one of num_slots / 4 and / 16 rows.
 SHRINK = (4, 16)
+# Prompt tokens that keep a device busy in one forward: from 300 on an H100 multiplies no less than it reads. A refill
+# usually starts few prompts, and what its forwards have beyond those is for nothing.
+BUSY_TOKENS = 256
 # Tasks that learn from rollouts, or generate as such a run does.
 WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
 
@@ -157,6 +160,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
     slots = rollout.num_slots
     sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
     prompts = -(-slots // grpo.group_size)  # under way at once
+    piece = min(rollout.prefill_tokens, rollout.max_prompt_tokens)
     replays = grpo.sampling_mask == "replay" and config.task in WITH_ROLLOUTS
     return EngineConfig(
         num_slots=slots,
@@ -168,8 +172,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         page_tokens=rollout.page_tokens,
         shards=num_shards,
         prefill_tokens=rollout.prefill_tokens,
-        # A refill usually starts few prompts; of many, several in one forward keep a device busy.
-        prefill_rows=num_shards * max(1, prompts // (4 * num_shards)),
+        prefill_rows=num_shards * max(1, min(prompts // (4 * num_shards), BUSY_TOKENS // piece)),
         new_prompts=prompts,
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,

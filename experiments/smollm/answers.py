@@ -1,0 +1,88 @@
+"""Record answers of SmolLM2-135M to held-out questions, written without drafts and with the noise of `coupled`.
+
+    python -m experiments.smollm.answers --data gsm8k/test.jsonl --name float32
+    python -m experiments.smollm.answers --data gsm8k/test.jsonl --name int8 --precision int8
+    python -m experiments.smollm.answers --data gsm8k/test.jsonl --name greedy --temperature 0 --samples 1
+
+Writes runs/smollm/NAME.npz, along which acceptance.py replays drafts and whose tokens mismatch.py compares with the
+learner's pass. Precisions: float32; bfloat16 weights, activations, keys and values; int8 and fp8 weights
+(rollout.quantize). For others give another --policy.
+"""
+
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments import commands
+from experiments.parts import prepared
+from experiments.smollm import prepare
+from experiments.smollm.replay import Texts
+from specrl_jax.config import recipes
+from specrl_jax.decoding.rollouts import Rollouts
+
+PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
+SMALL_POLICY, SMALL_DATA = "runs/small/smollm2", "experiments/smollm/problems/test.jsonl"
+SEED = 11
+FOLDER, SMALL_FOLDER = pathlib.Path("runs/smollm"), pathlib.Path("runs/small/smollm")
+
+
+def held_out(policy: str, data: str, questions: int, samples: int) -> ConfigDict:
+    """Return the config of configs/smollm2_135m.py:head that answers the first questions of `data`."""
+    config = recipes.load("smollm2_135m").get_config("head")
+    config.policy.path, config.data.path, config.eval.path = policy, data, ""
+    config.eval.task = "arithmetic"  # nothing is validated
+    config.task, config.draft.kind, config.draft.vocab_size = "train", "none", 0
+    config.grpo.prompts_per_step, config.grpo.group_size = questions, samples
+    config.rollout.update({"rule": "coupled", "seed": SEED, "order": "given"})
+    return config
+
+
+def set_precision(config: ConfigDict, precision: str) -> None:
+    if precision == "bfloat16":
+        config.policy.dtype = precision
+        config.rollout.update({"cache_dtype": precision, "compute_dtype": precision})
+    elif precision != "float32":
+        config.rollout.quantize = precision
+
+
+def write(path: pathlib.Path, found: Rollouts, seed: int, limit: int) -> None:
+    names = ("tokens", "prompt_length", "length", "logprobs", "rollout_id")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, seed=seed, limit=limit, **{name: getattr(found, name) for name in names})
+
+
+def read(folder: pathlib.Path, name: str) -> tuple[Texts, np.ndarray, int]:
+    """Return (texts, rollout ids [R], seed) as recorded."""
+    with np.load(folder / f"{name}.npz") as file:
+        found: dict[str, Any] = dict(file)
+    ids, seed = found.pop("rollout_id"), int(found.pop("seed"))
+    return Texts(**found | {"limit": int(found["limit"])}), ids, seed
+
+
+def main() -> None:
+    parser = commands.Parser(__doc__)
+    parser.sizes(questions=(200, 2), samples=(4, 2), new_tokens=(160, 8))
+    parser.add_argument("--policy", default="checkpoints/smollm2-135m", small=SMALL_POLICY)
+    parser.add_argument("--data", required=True, help="test.jsonl of GSM8K")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, small=SMALL_FOLDER)
+    a = parser.parse_args()
+    if a.small:
+        prepare.prepare("", SMALL_POLICY)
+    config = held_out(a.policy, a.data, a.questions, a.samples)
+    set_precision(config, a.precision)
+    config.rollout.update({"temperature": a.temperature, "max_response_tokens": a.new_tokens})
+    _, rollout, _, weights, work = prepared(config, (0,))
+    found = rollout.engine.generate(weights, work.prompts, work.samples, seed=work.seed)
+    write(a.folder / f"{a.name}.npz", found, work.seed, a.new_tokens)
+    tokens = found.response_length
+    print(f"{len(tokens)} answers of {tokens.mean():.1f} tokens, {found.ended.mean():.0%} ended: {a.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(commands.run(main))
