@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import commands
+from experiments.engine import bench
 from kernels_pallas import noise as counter
 from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.config import DraftConfig, RolloutConfig
@@ -26,7 +27,7 @@ from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
-from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner
+from specrl_jax.sharding import LEARNER, Partitioner, partitioner
 from specrl_jax.tasks.generate import Generator, load_generator
 
 POLICY, HEAD = "experiments/tiny_base/checkpoint", "experiments/tiny_head/checkpoint"
@@ -145,11 +146,10 @@ def main() -> None:
         raise SystemExit(f"rollouts parted where the two tokens are more than {TIE} apart")
 
 
-def load_forward() -> Forward:
-    """Return the learner's forward of the tiny base."""
-    model = hf.load_config(POLICY)
-    partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
-    return learner_forward(hf.load_params(POLICY, model, partition, dtype=jnp.float32), model, partition)
+def load_forward(policy: str = POLICY) -> Forward:
+    """Return the learner's forward of a folder in float32; by default of the tiny base."""
+    model, partition = hf.load_config(policy), partitioner(bench.one_device(), LEARNER)
+    return learner_forward(hf.load_params(policy, model, partition, dtype=jnp.float32), model, partition)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ from scipy import stats
 from experiments import commands
 from experiments.claims import write_rows
 from experiments.engine import bench
-from experiments.engine.divergence import Forward, learner_forward
+from experiments.engine.divergence import Forward, load_forward
 from experiments.smollm import answers
 from experiments.smollm.replay import Texts
 from kernels_pallas import noise
-from specrl_jax.io import hf
-from specrl_jax.sharding import LEARNER, partitioner
 
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parent
@@ -43,12 +41,6 @@ class Compared(NamedTuple):
     disagrees: np.ndarray  # [N] bool, the learner draws another token
     kl: np.ndarray  # [N] float64, nats, the estimate of one token
     entropy: np.ndarray  # [N] float32, nats, of the learner's distribution
-
-
-def load_forward(policy: str) -> Forward:
-    """Return the learner's forward of a folder, in float32."""
-    model, partition = hf.load_config(policy), partitioner(bench.one_device(), LEARNER)
-    return learner_forward(hf.load_params(policy, model, partition, dtype=jnp.float32), model, partition)
 
 
 @jax.jit
