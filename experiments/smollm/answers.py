@@ -6,14 +6,18 @@
 
 Writes runs/smollm/NAME.npz, along which acceptance.py replays drafts and whose tokens mismatch.py compares with the
 learner's pass. Precisions: float32; bfloat16 weights, activations, keys and values; int8 and fp8 weights
-(rollout.quantize). For others give another --policy.
+(rollout.quantize); int4, which no rollout has: float32 weights that a draft of `self` would have, multiplied out.
 """
 
+import json
 import pathlib
+import shutil
 import sys
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from ml_collections import ConfigDict
 
 from experiments import commands
@@ -22,8 +26,9 @@ from experiments.smollm import prepare
 from experiments.smollm.replay import Texts
 from specrl_jax.config import recipes
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.models.quantized import quantize
 
-PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
+PRECISIONS = ("float32", "bfloat16", "int8", "fp8", "int4")
 SMALL_POLICY, SMALL_DATA = "runs/small/smollm2", "experiments/smollm/problems/test.jsonl"
 SEED = 11
 FOLDER, SMALL_FOLDER = pathlib.Path("runs/smollm"), pathlib.Path("runs/small/smollm")
@@ -40,12 +45,32 @@ def held_out(policy: str, data: str, questions: int, samples: int) -> ConfigDict
     return config
 
 
-def set_precision(config: ConfigDict, precision: str) -> None:
+def set_precision(config: ConfigDict, precision: str, folder: pathlib.Path) -> None:
+    """Let the policy generate in a precision; `folder` takes weights that are rounded for it."""
     if precision == "bfloat16":
         config.policy.dtype = precision
         config.rollout.update({"cache_dtype": precision, "compute_dtype": precision})
+    elif precision == "int4":
+        config.policy.path = str(round_weights(pathlib.Path(config.policy.path), folder / "policy_int4"))
     elif precision != "float32":
         config.rollout.quantize = precision
+
+
+def round_weights(policy: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Write the policy with matrices and lm_head rounded to int4, one scale an output channel; the embedding stays."""
+    tensors = safetensors.numpy.load_file(policy / prepare.FILES[-1])
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    for name, weight in tensors.items():
+        if name.endswith(("proj.weight", "lm_head.weight")):
+            rounded = quantize(jnp.asarray(weight), (1,), "int4", dtype=jnp.dtype("float32"))
+            tensors[name] = np.asarray(rounded.numbers(jnp.dtype("float32")) * rounded.scale)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in prepare.FILES[1:3]:
+        shutil.copy(policy / name, folder)
+    config = json.loads((policy / prepare.FILES[0]).read_text()) | {"tie_word_embeddings": False}
+    (folder / prepare.FILES[0]).write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / prepare.FILES[-1], metadata={"format": "pt"})
+    return folder
 
 
 def write(path: pathlib.Path, found: Rollouts, seed: int, limit: int) -> None:
@@ -75,7 +100,7 @@ def main() -> None:
     if a.small:
         prepare.prepare("", SMALL_POLICY)
     config = held_out(a.policy, a.data, a.questions, a.samples)
-    set_precision(config, a.precision)
+    set_precision(config, a.precision, a.folder)
     config.rollout.update({"temperature": a.temperature, "max_response_tokens": a.new_tokens})
     _, rollout, _, weights, work = prepared(config, (0,))
     found = rollout.engine.generate(weights, work.prompts, work.samples, seed=work.seed)
