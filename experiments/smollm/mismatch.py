@@ -32,6 +32,7 @@ HERE = pathlib.Path(__file__).parent
 ENTROPIES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)  # nats, edges of the table's bins
 LONG = (256, 2_048)  # tokens of a rollout
 CHAINS = 20_000
+STEP = 64  # the learner's rows are as long as the answer, rounded up
 
 
 class Compared(NamedTuple):
@@ -63,8 +64,9 @@ def compare(forward: Forward, texts: Texts, ids: np.ndarray, seed: int) -> Compa
     """Run the learner over every answer."""
     found = list[tuple[np.ndarray, ...]]()
     for r, (start, end) in enumerate(zip(texts.prompt_length, texts.length)):
-        logits = forward(texts.tokens[r : r + 1])[0]
-        following = jnp.asarray(np.append(texts.tokens[r, 1:], 0))
+        tokens = texts.tokens[r, : -(-int(end) // STEP) * STEP]
+        logits = forward(tokens[None])[0]
+        following = jnp.asarray(np.append(tokens[1:], 0))
         scores = _score(logits, following, jnp.uint32(ids[r]), jnp.uint32(seed))
         drawn, own, entropy = (np.asarray(x)[start - 1 : end - 1] for x in scores)
         log_ratio = own.astype(np.float64) - texts.logprobs[r, start:end]
@@ -116,6 +118,7 @@ def main() -> None:
     parser = commands.Parser(__doc__)
     parser.add_argument("--rollouts", nargs="+", required=True, help="names of recorded answers")
     parser.add_argument("--answers", type=pathlib.Path, default=answers.FOLDER, small=answers.SMALL_FOLDER)
+    parser.sizes(most=(400, 4, "answers of each"))
     parser.add_argument("--as", dest="shown", help="name in the table; otherwise that of the rollouts")
     parser.add_argument("--learner", default="checkpoints/smollm2-135m", small=answers.SMALL_POLICY)
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "mismatch.csv")
@@ -124,7 +127,8 @@ def main() -> None:
     rows = bench.read_rows(str(a.output)) if a.output.exists() else []
     for recorded in a.rollouts:
         name = a.shown or recorded
-        found = list(rows_of(compare(forward, *answers.read(a.answers, recorded)), name))
+        texts, ids, seed = answers.read(a.answers, recorded)
+        found = list(rows_of(compare(forward, texts.first(a.most), ids, seed), name))
         rows = [row for row in rows if row["rollouts"] != name] + found
         write_rows(a.output, rows)
         print(*found[0].values(), flush=True)

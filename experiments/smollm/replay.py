@@ -11,7 +11,7 @@ probabilities is kept if it is y. One pass of a head over the texts so gives eve
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,10 @@ class Texts(NamedTuple):
     @property
     def response_length(self) -> np.ndarray:
         return self.length - self.prompt_length
+
+    def first(self, count: int) -> Self:
+        """Return the first `count` answers."""
+        return self._replace(**{name: getattr(self, name)[:count] for name in self._fields[:-1]})
 
 
 class Kept(NamedTuple):
