@@ -108,6 +108,14 @@ def test_experts_are_replayed_where_there_are_some():
         make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1]))
 
 
+@pytest.mark.parametrize(("prompt", "prefill", "rows"), [(5, 512, 16), (100, 512, 2), (1000, 64, 4), (1000, 512, 1)])
+def test_a_prefill_takes_no_more_prompts_than_keep_a_device_busy(prompt, prefill, rows):
+    """A refill usually starts few prompts: what its forwards have beyond them is computed for nothing."""
+    sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64, prefill_tokens=prefill)
+    config = Config(rollout=sizes, grpo=GRPOConfig(prompts_per_step=64, group_size=1))
+    assert find_limits(config, 1, False).prefill_rows == rows
+
+
 # ---- longer sequences than the policy was made for
 
 
