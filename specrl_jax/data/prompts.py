@@ -116,6 +116,7 @@ class Reader:
       tests_fault: given where answers are tests of programs: they may be lists and objects, and are checked by it.
       most: rows of a file that are read; None: all.
       other_columns: whether a row's other columns are asked for, by a reward or an environment.
+      answered: whether rows need an answer, which rewards alone read.
     """
 
     tokenizer: Tokenizer
@@ -128,6 +129,7 @@ class Reader:
     tests_fault: TestsFault | None = None
     most: int | None = None
     other_columns: bool = True
+    answered: bool = True
 
     def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
         """Return the problems of a file in order; only the first occurrence of a prompt counts.
@@ -153,7 +155,14 @@ class Reader:
     def _problem(self, row: DataRow, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
         """Return the row's problem, or None if it is left out and counted."""
         try:
-            problem = parse_problem(row, schema, self.format, tokenizer=self.tokenizer, tests_fault=self.tests_fault)
+            problem = parse_problem(
+                row,
+                schema,
+                self.format,
+                tokenizer=self.tokenizer,
+                tests_fault=self.tests_fault,
+                answered=self.answered,
+            )
             if not self.other_columns:
                 problem = problem._replace(row={})
             special = holds_special(row.where, problem.prompt, self.tokenizer, special_tokens=self.special_tokens)
@@ -192,13 +201,18 @@ def parse_problem(
     *,
     tokenizer: Tokenizer,
     tests_fault: TestsFault | None = None,
+    answered: bool = True,
 ) -> Problem:
-    """Return the problem of one row. `tests_fault`: see Reader. Raises InputError naming the row's position."""
+    """Return the problem of one row, its answer "" unless `answered`. `tests_fault`: see Reader.
+
+    Raises InputError naming the row's position.
+    """
     if row.fault:
         raise InputError(f"{row.where}: {row.fault}")
     prompt, answer = value_at(row.content, schema.prompt), value_at(row.content, schema.answer)
-    if prompt is ABSENT or answer is ABSENT:
-        raise InputError(f"{row.where}: needs an object with '{schema.prompt}' and '{schema.answer}'")
+    if prompt is ABSENT or (answered and answer is ABSENT):
+        beside = f" and '{schema.answer}'" if answered else ""
+        raise InputError(f"{row.where}: needs an object with '{schema.prompt}'{beside}")
     if not isinstance(prompt, str) or not prompt.strip():
         try:
             prompt = text_messages(prompt)
@@ -206,14 +220,17 @@ def parse_problem(
             raise InputError(f"{row.where}: '{schema.prompt}' {error}") from None
     if tests_fault and isinstance(answer, list | dict):
         answer = json.dumps(answer, default=str)
-    if not _is_answer(answer):
+    if not answered:
+        answer = ""
+    elif not _is_answer(answer):
         raise InputError(f"{row.where}: '{schema.answer}' must be text or a number, and finite")
     try:
         text = prompt_format.text(_with_shown(prompt, row.content, schema), tokenizer)
     except InputError as error:  # a chat template may reject the roles of a row
         raise InputError(f"{row.where}: {error}") from None
-    extracted, others = _extract_answer(_as_text(answer), schema, row.where), _other_columns(row.content, schema)
-    if tests_fault and (fault := tests_fault(extracted, others)):
+    others = _other_columns(row.content, schema)
+    extracted = _extract_answer(_as_text(answer), schema, row.where) if answered else ""
+    if answered and tests_fault and (fault := tests_fault(extracted, others)):
         raise InputError(f"{row.where}: '{schema.answer}' {fault}")
     messages = () if isinstance(prompt, str) else prompt_format.messages(prompt)
     return Problem(text, extracted, _solution(row.content, schema), row=others, messages=messages, where=row.where)

@@ -27,6 +27,8 @@ from specrl_jax.rewards.worker import BUILT_IN, CODE, MATH
 CHECKED = 256
 # Rows of each file whose own answer is scored before the run, evenly spaced, by reward: a program takes longer.
 OWN = {MATH: 64, CODE: 8}
+# Tasks that score nothing: their rows need no answer.
+UNREWARDED = ("generate", "benchmark", "draft_pretrain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +214,7 @@ class _Files:
             most=self._most,
             # Only these read more of a row than prompt and answer.
             other_columns=bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
+            answered=config.task not in UNREWARDED,
         )
         keys, found = Schema(d.prompt_key, d.answer_key), list[list[Problem]]()
         for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), key=schema_key)):

@@ -42,6 +42,13 @@ def row(prompt="1+1", answer="2", **others):
     return json.dumps({"prompt": prompt, "answer": answer} | others)
 
 
+def test_rows_that_nothing_scores_need_no_answer(write):
+    path = write('{"prompt": "1+1"}', row("3+4", [1]), row("2+2", "4"))
+    assert [problem[:2] for problem in read(path, answered=False)] == [("1+1", ""), ("3+4", ""), ("2+2", "")]
+    with pytest.raises(InputError, match=r"data\.jsonl:1: needs an object with 'prompt'$"):
+        read(write("{}"), answered=False)
+
+
 def test_text_numbers_and_chat_messages(write):
     messages = [{"role": "system", "content": "Add. "}, {"role": "user", "content": "2+2"}]
     source = read(write(row("1+1", "2"), row("3+4", 7, level="easy"), row("1/2", 0.5), row(messages, "4")))
