@@ -1,13 +1,19 @@
 """Replayed verification is the engine's: to the draft for lookups and likeliest drafts, in law for sampled ones."""
 
+import sys
+
 import numpy as np
 import pytest
 
+from experiments import commands
+from experiments.engine.bench import read_rows
 from experiments.parts import prepared
+from experiments.smollm import acceptance, answers, mismatch
 from experiments.smollm.acceptance import head_chances, measured, tokens_of
 from experiments.smollm.mismatch import Compared, kept_whole, rate
 from experiments.smollm.replay import Kept, Texts, by_chance, by_lookup, replay
 from specrl_jax.config import recipes
+from tests.helpers.runs import ROOT
 
 PROMPTS, SIBLINGS, K = 16, 4, 3
 
@@ -102,3 +108,27 @@ def test_what_one_verification_keeps():
 def test_the_engine_counts_of_a_draft_length():
     (row,) = measured(tiny("ngram"), "ngram", [2])
     assert row["draft"] == "ngram" and 1 < row["per_verification"] <= 3 and row["accepted_2"] <= row["accepted_1"]
+
+
+@pytest.mark.slow
+def test_answers_are_recorded_replayed_and_compared(monkeypatch, tmp_path, capsys):
+    """The commands of the page one after the other, at a small size; float32 rollouts agree with the learner."""
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", str(ROOT / "experiments/smollm/problems/test.jsonl")]
+    steps = [
+        (answers, [*data, "--name", "float32"]),
+        (answers, [*data, "--name", "greedy", "--temperature", "0", "--samples", "1"]),
+        (answers, [*data, "--name", "int4", "--precision", "int4"]),
+        (acceptance, [*data, "--self", "int8"]),
+        (mismatch, ["--rollouts", "float32", "int4"]),
+    ]
+    for module, arguments in steps:
+        monkeypatch.setattr(sys, "argv", ["command", "--small", *arguments])
+        assert commands.run(module.main) == 0
+    kept = read_rows(str(tmp_path / "runs/small/acceptance.csv"))
+    assert {(row["temperature"], row["draft"]) for row in kept} == {
+        *((temperature, draft) for temperature in (0, 1) for draft in ("ngram", "suffix")),
+        (1, "self_int8"),
+    }
+    compared = {row["rollouts"]: row for row in read_rows(str(tmp_path / "runs/small/mismatch.csv"))[::8]}
+    assert compared["float32"]["disagree"] == 0 and compared["float32"]["kl"] < 1e-9 < compared["int4"]["kl"]
