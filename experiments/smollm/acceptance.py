@@ -36,6 +36,7 @@ LENGTHS = (3, 5, 7)
 LOOKUPS = {"ngram": 1, "suffix": 0}  # neighbours of an answer that are searched; 0: all answers to its question
 TWINS = ("int8", "int4")
 RESAMPLED = 1_000
+STEP = 64  # rows are as long as the answers in them, rounded up
 
 
 class Chances(NamedTuple):
@@ -69,16 +70,18 @@ def head_chances(learner: Learner, state: RunState, texts: Texts, steps: int) ->
         sampled, argmax = zip(*map(step, range(steps)))
         return jnp.stack(sampled, axis=-1), jnp.stack(argmax, axis=-1)
 
-    R = len(texts.length)
-    found = Chances(*np.zeros((2, R, texts.limit, steps), np.float32))
+    found = Chances(*np.zeros((2, len(texts.length), texts.limit, steps), np.float32))
     # What is rolled in stands behind every answer.
-    tokens, logprobs = (np.pad(x, ((0, 0), (0, steps + 2))) for x in (texts.tokens, texts.logprobs))
-    B = learner.packing.microbatch(tokens.shape[1])
-    for start in range(0, R, B):
-        own = np.minimum(np.arange(start, start + B), R - 1)
-        (rows,) = learner.microbatches(rows_of(tokens[own], texts.prompt_length[own], texts.length[own], pad_id=0))
+    tokens, logprobs = (np.pad(x, ((0, 0), (0, steps + 2 + STEP))) for x in (texts.tokens, texts.logprobs))
+    waiting = np.argsort(-texts.length, kind="stable")  # rows of a microbatch are about equally long
+    while len(waiting):
+        T = -(-(int(texts.length[waiting[0]]) + steps + 2) // STEP) * STEP
+        B = learner.packing.microbatch(T)
+        own, waiting = np.resize(waiting[:B], B), waiting[B:]
+        rows = rows_of(tokens[own, :T], texts.prompt_length[own], texts.length[own], pad_id=0)
+        (rows,) = learner.microbatches(rows)
         features = learner.feature_step(policy, rows)
-        both = chances(state.draft.params, tables, features, rows, jnp.asarray(logprobs[own]))
+        both = chances(state.draft.params, tables, features, rows, jnp.asarray(logprobs[own, :T]))
         for out, values in zip(found, map(np.asarray, both)):
             for r, row in zip(own, values):
                 n, first = texts.response_length[r], texts.prompt_length[r] - 2
