@@ -374,7 +374,7 @@ def save_checkpoints(folder):
         (["draft.kind=model", "draft.path={}/gemma"], ["draft.path", "gemma", "qwen3"]),
         (["draft.kind=model", "draft.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
         (["task=generate", "policy.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
-        (["task=generate", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
+        (["task=generate", "eval.path={}/long.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
         (["draft.path={}/gemma"], ["draft.path", "gemma", "LlamaForCausalLMEagle3"]),
         (["draft.path={}/head", "policy.preset=tiny"], ["draft.path", "hidden_size=64", "192"]),
         (["draft.path={}/a_file"], ["draft.path", "a_file"]),
