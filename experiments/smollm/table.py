@@ -96,7 +96,7 @@ def draw(acceptance: Sequence[Row], mismatch: Sequence[Row], path: pathlib.Path)
         if found:
             line(left, [row["k"] for row in found], [tokens_of(row) for row in found], i, label)
     left.set(xlabel="k, drafted tokens", ylabel="tokens per verification", title="GSM8K questions, temperature 1")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="center right")
     rows = bench.matching(mismatch, entropy="all")
     found_rates = [Interval(row["rate"], row["low"], row["high"]) for row in rows]
     places = range(len(rows))
