@@ -7,12 +7,13 @@ from ml_collections import ConfigDict
 
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.learner.build import Learner, make_learner
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, build, make_learner, prepare
-from specrl_jax.training.engines import RolloutEngines, make_rollout
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.planning.problems import Problems, load_problems
+from specrl_jax.rollout.build import RolloutEngines, make_rollout
+from specrl_jax.training.build import build, prepare
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.plan import make_plan
-from specrl_jax.training.problems import Problems, load_problems
 from specrl_jax.training.speedup import Workload, step_workload
 
 

@@ -158,7 +158,7 @@ def run(
     from specrl_jax.distributed import initialize, is_joined, leave_with_others, refused_together
     from specrl_jax.io.agreement import check_agreement
     from specrl_jax.io.memory import within_memory
-    from specrl_jax.training.choices import fit_policy
+    from specrl_jax.planning.choices import fit_policy
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)

@@ -20,7 +20,7 @@ from experiments.kernels import run as ceilings
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.training.cache_size import device_memory
+from specrl_jax.planning.cache_size import device_memory
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "numpy")
 PROFILED = (4, 12)  # iterations of the two profiles

@@ -30,8 +30,8 @@ from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import with_layers
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, installed
 from specrl_jax.errors import fail
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.plan import make_plan
 
 FIELDS = (
     *("target", "part", "program", "layers", "extended_from", "live_tokens", "bytes", "kernels"),

@@ -19,8 +19,8 @@ from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import Specs, abstract_params
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 

@@ -25,7 +25,7 @@ from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.verdicts import ratio_interval
 from specrl_jax.decoding.draft_lengths import FixedLength
-from specrl_jax.training.plan import draft_lengths
+from specrl_jax.planning.plan import draft_lengths
 from specrl_jax.training.speedup import Workload, timed
 
 OUTPUT = pathlib.Path(__file__).parent / "budget.csv"

@@ -13,11 +13,12 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, build, prepare
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.planning.problems import load_problems
+from specrl_jax.rollout.build import RolloutEngines
+from specrl_jax.training.build import build, prepare
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import Workload, step_workload
 
 STEPS = 9  # of each run

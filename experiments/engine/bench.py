@@ -19,8 +19,8 @@ from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.rollout.inference_engine import InferenceConfig, Target, sharded_verify
 from specrl_jax.sharding import Partitioner, make_mesh
-from specrl_jax.training.inference_engine import InferenceConfig, Target, sharded_verify
 from specrl_jax.training.speedup import Workload, timed
 
 # A row of a CSV file

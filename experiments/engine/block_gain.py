@@ -40,8 +40,8 @@ from specrl_jax.decoding.step import StepOptions, speculative_step
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_prepare
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_prepare
 
 RULES = ("rejection", "block")
 FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection", "expected_block")

@@ -30,8 +30,8 @@ from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging, Table
+from specrl_jax.rollout.inference_engine import InferenceConfig, Target, make_prepare, make_rollout_engine
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, Target, make_prepare, make_rollout_engine
 
 PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
 # Runs once: seconds per iteration

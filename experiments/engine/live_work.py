@@ -18,7 +18,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.models.decoder import PRESETS, DecoderConfig
-from specrl_jax.training.plan import find_limits
+from specrl_jax.planning.plan import find_limits
 
 ROOT = pathlib.Path(__file__).parents[2]
 GROUP = 8  # rollouts of a prompt

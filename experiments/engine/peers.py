@@ -39,8 +39,8 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.decoder import DecoderConfig, param_specs
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
 MODELS = {

@@ -20,8 +20,8 @@ from experiments.engine import bench
 from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import RULES
+from specrl_jax.planning.plan import LENGTHS
 from specrl_jax.tasks.generate import Generator, load_generator
-from specrl_jax.training.plan import LENGTHS
 
 CELL = ("dtype", "rule", "slots")
 FIELDS = (*CELL, "prompts", "k", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")

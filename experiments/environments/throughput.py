@@ -20,15 +20,15 @@ from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.learner.build import make_learner
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.planning.problems import load_problems
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rollout.build import RolloutEngines, make_rollout
+from specrl_jax.rollout.conversations import begin_conversations
+from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import make_learner
-from specrl_jax.training.conversations import begin_conversations
-from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import initial_weights
-from specrl_jax.training.plan import make_plan
-from specrl_jax.training.problems import load_problems
-from specrl_jax.training.scoring import make_scorer
 
 CLASSES = {"at once": "AtOnce", "0.2 s": "Waiting"}
 

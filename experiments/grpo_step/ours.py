@@ -25,19 +25,19 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.workdir import versions
+from specrl_jax.learner.build import Learner, make_learner
 from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.rewards.scorer import Scorer, Scores
+from specrl_jax.rollout.async_pipeline import make_pipeline
+from specrl_jax.rollout.build import RolloutEngines, make_rollout
+from specrl_jax.rollout.devices import Devices
+from specrl_jax.rollout.generate import RolloutGenerator
+from specrl_jax.rollout.speculation import Speculation
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.async_pipeline import make_pipeline
-from specrl_jax.training.build import Learner, make_learner
-from specrl_jax.training.devices import Devices
-from specrl_jax.training.engines import RolloutEngines, make_rollout
-from specrl_jax.training.generation import RolloutGenerator
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import step_metrics
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.plan import make_plan
-from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.step import StepParts, train_step
 
 MODEL = DecoderConfig(

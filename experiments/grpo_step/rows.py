@@ -24,12 +24,12 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
+from specrl_jax.learner.build import Learner, make_learner
 from specrl_jax.learner.state import RunState
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.plan import make_plan
 from specrl_jax.training.update import score, update
 
 FIELDS = ("case", "name", "round", "rows", "row_tokens", "tokens", "logprob", "train", "temporaries")

@@ -11,7 +11,7 @@ from experiments.hlo.text import read_text
 from specrl_jax.dry_run.measure import quiet_stderr, try_compile
 from specrl_jax.dry_run.phases import Phase, find_phases
 from specrl_jax.dry_run.run import shallow_plans
-from specrl_jax.training.plan import Plan
+from specrl_jax.planning.plan import Plan
 
 DECODING = re.compile("generate: (plain|speculative) chunk")
 

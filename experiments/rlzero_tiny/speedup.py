@@ -22,11 +22,11 @@ from experiments.engine.bench import quartiles
 from experiments.parts import Parts, make_parts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.state import RunState
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.rollout.build import make_rollout
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import prepare
-from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.plan import make_plan
 from specrl_jax.training.resume import open_checkpoints
 from specrl_jax.training.speedup import Workload, measure_speedup
 

@@ -28,9 +28,9 @@ from experiments.verdicts import Claim, interval, judge_level, judge_ratio
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.draft_step import predicted
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner
 
 HERE = pathlib.Path(__file__).parent
 # The paper's tokens per verification at k = 3 with offline heads (Tables 2, 3 and 5), and the acceptance of a draft

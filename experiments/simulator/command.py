@@ -23,8 +23,8 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.decoder import DecoderConfig, preset
 from specrl_jax.models.flops import BYTES
+from specrl_jax.planning.memory import USABLE
 from specrl_jax.rl.objectives import logprob_passes
-from specrl_jax.training.memory import USABLE
 
 # Mean response over the limit of RL-Zero: median of the draws of experiments/scale_projection.
 MEAN_SHARE = 0.47

@@ -1,4 +1,4 @@
-"""Whether a configuration fits its devices: the sums of specrl_jax/training/memory.py, and the pages of all slots."""
+"""Whether a configuration fits its devices: the sums of specrl_jax/planning/memory.py, and the pages of all slots."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from experiments.simulator.counts import twin_bytes, weight_bytes
 from experiments.simulator.learner import LearnerCost, Workload
 from specrl_jax.drafts.sizes import head_parameters
 from specrl_jax.models.flops import BYTES, Array, parameters
-from specrl_jax.training import memory
-from specrl_jax.training.memory import USABLE, activation_bytes, state_bytes
+from specrl_jax.planning import memory
+from specrl_jax.planning.memory import USABLE, activation_bytes, state_bytes
 
 
 class DeviceBytes(NamedTuple):

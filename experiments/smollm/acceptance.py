@@ -27,8 +27,8 @@ from experiments.verdicts import Interval
 from specrl_jax.data.rows import rows_of
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.drafts.base import DraftInputs
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner
 
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parent

@@ -7,7 +7,7 @@ from specrl_jax.config import Config
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 from specrl_jax.dry_run.phases import BATCH, CACHE, OPTIMIZER, PARAMETERS
 from specrl_jax.dry_run.targets import HardwareTarget
-from specrl_jax.training.plan import Plan
+from specrl_jax.planning.plan import Plan
 
 # Usable share of a device's memory; the rest goes to the driver, collectives and fragmentation.
 LARGEST_SHARE = 0.95

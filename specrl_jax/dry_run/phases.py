@@ -16,13 +16,13 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.learner.build import Learner, make_learner
+from specrl_jax.learner.shapes import abstract_microbatch
 from specrl_jax.learner.state import TrainState
+from specrl_jax.planning.plan import Plan
 from specrl_jax.rl.objectives import logprob_passes
-from specrl_jax.training.build import Learner, make_learner
-from specrl_jax.training.engines import RolloutEngines, make_rollout
+from specrl_jax.rollout.build import RolloutEngines, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
-from specrl_jax.training.plan import Plan
-from specrl_jax.training.shapes import abstract_microbatch
 
 # Kinds of memory.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -126,7 +126,7 @@ class _LearnerPhases:
         ]
 
     def features(self) -> Phase:
-        """Return the forward that makes the features of a further update of the draft (training/replay.py)."""
+        """Return the forward that makes the features of a further update of the draft (learner/replay.py)."""
         # The policy chooses its own experts of texts that older ones wrote.
         texts = dataclasses.replace(self._microbatch[0], experts=None)
         lower = functools.partial(self.learner.feature_step.lower, self.params, texts)

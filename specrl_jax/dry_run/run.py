@@ -18,12 +18,12 @@ from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, compiler_of
 from specrl_jax.errors import InputError
+from specrl_jax.planning.choices import Machine, choose_formats
+from specrl_jax.planning.plan import Plan, make_plan, policy_sizes
+from specrl_jax.planning.problems import load_problems
+from specrl_jax.rollout.build import find_tokenizer
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.choices import Machine, choose_formats
-from specrl_jax.training.engines import find_tokenizer
 from specrl_jax.training.inputs import with_sizes
-from specrl_jax.training.plan import Plan, make_plan, policy_sizes
-from specrl_jax.training.problems import load_problems
 
 
 class TargetPlan(NamedTuple):

@@ -17,12 +17,12 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import Learner
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.learner.build import Learner
+from specrl_jax.planning.plan import draft_lengths
+from specrl_jax.planning.problems import Problems
+from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
-from specrl_jax.training.plan import draft_lengths
-from specrl_jax.training.problems import Problems
 from specrl_jax.training.speedup import step_workload, timed
 
 PLAIN, ADAPTIVE = "plain", "adaptive"

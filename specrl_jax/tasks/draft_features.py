@@ -31,12 +31,12 @@ from specrl_jax.io.agreement import digest
 from specrl_jax.io.progress import Display
 from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.microbatches import split
 from specrl_jax.learner.policy_step import Features
-from specrl_jax.training.build import Learner
-from specrl_jax.training.engines import RolloutEngines
-from specrl_jax.training.problems import Problems
-from specrl_jax.training.replay import divisible
+from specrl_jax.learner.replay import divisible
+from specrl_jax.planning.problems import Problems
+from specrl_jax.rollout.build import RolloutEngines
 
 # Separate noise: else a measurement with the same seed may draw the draft's own training texts, and what is accepted
 # there the draft knows by heart.

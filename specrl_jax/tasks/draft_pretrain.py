@@ -22,18 +22,19 @@ from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import RunState
+from specrl_jax.planning.plan import Plan
+from specrl_jax.planning.problems import Problems
+from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Learner, prepare
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import Plan
-from specrl_jax.training.problems import Problems
 from specrl_jax.training.speedup import mean_ratio, measure_speedup, step_workload, timed
 
 LENGTH = "spec/acceptance_length"

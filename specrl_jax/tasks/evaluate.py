@@ -15,14 +15,14 @@ from specrl_jax.errors import printable
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.learner.build import Learner
+from specrl_jax.planning.problems import Problems
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import Learner
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.training.evaluate import evaluate
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.problems import Problems
 
 
 def run(config: Config, workdir: str) -> None:

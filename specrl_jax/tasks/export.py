@@ -12,12 +12,12 @@ from specrl_jax.core import branch, nested
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.workdir import check_workdir, open_output
+from specrl_jax.learner.build import Learner, make_learner
 from specrl_jax.models.lora import merged
+from specrl_jax.planning.choices import recorded_values, resumed
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, make_learner
-from specrl_jax.training.choices import recorded_values, resumed
 from specrl_jax.training.initial import abstract_run_state, initial_params
-from specrl_jax.training.plan import make_plan
 from specrl_jax.training.resume import open_checkpoints
 
 

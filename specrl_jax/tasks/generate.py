@@ -27,9 +27,10 @@ from specrl_jax.errors import InputError, printable
 from specrl_jax.io import rollout_html
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.learner.build import Learner
+from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, build
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.training.build import build
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import response_texts, speculation_metrics

@@ -24,18 +24,19 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir, try_workdir
 from specrl_jax.learner.batch import Packing, pack_alike, power_of_two
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.microbatches import Update, make_add
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
+from specrl_jax.planning.problems import Problems, load_problems
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rollout.build import RolloutEngines
+from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.build import Learner, build, prepare
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.training.build import build, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.problems import Problems, load_problems
-from specrl_jax.training.scoring import make_scorer
 
 LOG_EVERY = 50  # steps
 SHORTEST = 256  # row, tokens

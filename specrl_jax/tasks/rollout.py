@@ -26,14 +26,13 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.agreement import worker_facts
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
-from specrl_jax.sharding import make_mesh
-from specrl_jax.training.choices import recorded_values, resumed
-from specrl_jax.training.engines import RolloutEngines, make_rollout
-from specrl_jax.training.inference_engine import weights_shardings
-from specrl_jax.training.plan import make_plan
-from specrl_jax.training.speculation import Guarded
-from specrl_jax.workers import transfer
-from specrl_jax.workers.messages import (
+from specrl_jax.planning.choices import recorded_values, resumed
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.rollout.build import RolloutEngines, make_rollout
+from specrl_jax.rollout.inference_engine import weights_shardings
+from specrl_jax.rollout.speculation import Guarded
+from specrl_jax.rollout.workers import transfer
+from specrl_jax.rollout.workers.messages import (
     CHOOSES_ALARMED,
     ENDED,
     ENOUGH,
@@ -48,6 +47,7 @@ from specrl_jax.workers.messages import (
     send,
     unpack_texts,
 )
+from specrl_jax.sharding import make_mesh
 
 if TYPE_CHECKING:
     from jax.experimental.transfer import TransferConnection, TransferServer

@@ -15,11 +15,11 @@ from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.rollout.workers.engine import with_workers
+from specrl_jax.rollout.workers.processes import open_workers
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
 from specrl_jax.training.resume import check_files
-from specrl_jax.workers.engine import with_workers
-from specrl_jax.workers.processes import open_workers
 
 
 def run(config: Config, workdir: str, changed_files: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""The loop, the step with its five phases, rollouts, evaluation, metrics and asynchronous rollouts."""
+"""The loop, the step with its five phases, evaluation, metrics, and what a run resumes from."""

@@ -21,13 +21,13 @@ from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock
+from specrl_jax.planning.problems import Problems
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.training.conversations import begin_conversations
-from specrl_jax.training.dynamic_sampling import ScoredRollouts, gather_round, score_rollouts
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.rollout.build import RolloutEngines
+from specrl_jax.rollout.conversations import begin_conversations
+from specrl_jax.rollout.groups import ScoredRollouts, gather_round, score_rollouts
 from specrl_jax.training.metrics import environment_metrics
-from specrl_jax.training.problems import Problems
 
 # Separate noise: an evaluation rollout never shares that of a training rollout with the same id.
 EVAL_SEED_OFFSET = 1_000_003

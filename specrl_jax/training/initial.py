@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from specrl_jax.core import Params, stand_in
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.state import RunState, abstract_state, init_random_params, init_state
 from specrl_jax.models import decoder
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import init_adapters
-from specrl_jax.training.build import Learner
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.rollout.build import RolloutEngines
 
 
 def initial_params(learner: Learner) -> Params:

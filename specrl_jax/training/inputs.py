@@ -15,11 +15,10 @@ from specrl_jax.distributed import agree, exchange, is_first_process, refused_to
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import has_begun, try_workdir
 from specrl_jax.learner.batch import least_pass
+from specrl_jax.learner.build import Learner, make_learner, make_packing
 from specrl_jax.models.decoder import DecoderConfig
-from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import Learner, make_learner, make_packing
-from specrl_jax.training.cache_size import device_memory
-from specrl_jax.training.choices import (
+from specrl_jax.planning.cache_size import device_memory
+from specrl_jax.planning.choices import (
     Machine,
     check_draft,
     choose_formats,
@@ -28,10 +27,11 @@ from specrl_jax.training.choices import (
     recorded_values,
     resumed,
 )
-from specrl_jax.training.engines import RolloutEngines, find_tokenizer, make_rollout
-from specrl_jax.training.plan import Plan, learner_mesh, make_plan, policy_sizes
-from specrl_jax.training.problems import Problems, load_problems
-from specrl_jax.training.scoring import make_scorer
+from specrl_jax.planning.plan import Plan, learner_mesh, make_plan, policy_sizes
+from specrl_jax.planning.problems import Problems, load_problems
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rollout.build import RolloutEngines, find_tokenizer, make_rollout
+from specrl_jax.rollout.scoring import make_scorer
 
 SAMPLED = 1000  # rows of a file that are read for further mistakes, where there are some already
 

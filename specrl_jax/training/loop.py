@@ -17,20 +17,21 @@ from specrl_jax.io.metrics import MetricsWriter, StepMetrics, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock, compiles
 from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.trackers import Tracker, Trackers
+from specrl_jax.learner.beside import Beside
+from specrl_jax.learner.build import Learner
+from specrl_jax.planning.problems import Problems
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.async_pipeline import make_pipeline
-from specrl_jax.training.beside import Beside
-from specrl_jax.training.build import Learner, prepare
-from specrl_jax.training.devices import Devices
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.rollout.async_pipeline import make_pipeline
+from specrl_jax.rollout.build import RolloutEngines
+from specrl_jax.rollout.devices import Devices
+from specrl_jax.rollout.generate import NOTHING_PREFETCHED, RolloutGenerator
+from specrl_jax.rollout.pipeline import with_rollouts
+from specrl_jax.rollout.stale.partial import local_partial_rollouts
+from specrl_jax.training.build import prepare
 from specrl_jax.training.evaluate import evaluation_metrics, greedy_too
-from specrl_jax.training.generation import NOTHING_PREFETCHED, RolloutGenerator
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
-from specrl_jax.training.partial import local_partial_rollouts
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import with_rollouts
-from specrl_jax.training.problems import Problems
 from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
 from specrl_jax.training.saving import DueSaves, save_good
 from specrl_jax.training.speedup import comparison_share, speedup_metrics

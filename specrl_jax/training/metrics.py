@@ -12,13 +12,13 @@ from specrl_jax.core import PHASES, masked_max, masked_mean, stand_in
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.policy_step import UpdateMetrics
 from specrl_jax.models.moe import balance
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.objectives import kl_estimate
-from specrl_jax.training.build import Learner
-from specrl_jax.training.dynamic_sampling import ScoredRollouts, has_variance
+from specrl_jax.rollout.groups import ScoredRollouts, has_variance
 from specrl_jax.training.performance import Performance
 from specrl_jax.training.step import StepResult
 from specrl_jax.training.update import Updates

@@ -10,8 +10,8 @@ from specrl_jax.decoding.engine import Engine
 from specrl_jax.errors import RunFailed
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.checkpoints import Checkpoints
-from specrl_jax.training.plan import Plan
-from specrl_jax.training.speculation import Speculation
+from specrl_jax.planning.plan import Plan
+from specrl_jax.rollout.speculation import Speculation
 
 # Shares of responses, of groups and of the first entropy; and the growth of KL over its usual value.
 UNSCORED, EQUAL, TRUNCATED, ENTROPY, GROWTH = 0.05, 0.9, 0.5, 0.1, 10.0

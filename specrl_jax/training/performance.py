@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.learner.build import Learner
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import forward_flops, peak_flops
 from specrl_jax.rl.objectives import logprob_passes
-from specrl_jax.training.build import Learner
 
 GIB = 2**30
 # Bytes per unit of ru_maxrss.

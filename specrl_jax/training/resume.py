@@ -11,14 +11,14 @@ from specrl_jax.io.agreement import named_files
 from specrl_jax.io.checkpoint_reader import of_this_version
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import StepMetrics
+from specrl_jax.learner.build import Learner
+from specrl_jax.learner.replay import Replay, make_replay
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner
-from specrl_jax.training.engines import RolloutEngines
-from specrl_jax.training.generation import NOTHING_PREFETCHED, PrefetchedRollouts
+from specrl_jax.rollout.build import RolloutEngines
+from specrl_jax.rollout.generate import NOTHING_PREFETCHED, PrefetchedRollouts
+from specrl_jax.rollout.pipeline import rollouts_of
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
-from specrl_jax.training.pipeline import rollouts_of
-from specrl_jax.training.replay import Replay, make_replay
 from specrl_jax.training.update import copy_params
 
 

@@ -17,7 +17,7 @@ from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import Stopped
-from specrl_jax.training.engines import RolloutEngines
+from specrl_jax.rollout.build import RolloutEngines
 
 OnProgress = Callable[[int, int], None]  # of Engine.generate
 

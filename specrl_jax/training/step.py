@@ -2,7 +2,7 @@
 
 Log-probs, ratio, KL and loss come from the policy's own forward. A draft with weights is trained in the train phase
 from the features of that forward, and nothing of it reaches the policy. Under `pipeline.mode=async` the phases data and
-generate of later steps run in a thread, beside the other phases of this one (training/pipeline.py).
+generate of later steps run in a thread, beside the other phases of this one (rollout/pipeline.py).
 """
 
 import dataclasses
@@ -16,18 +16,19 @@ from specrl_jax import distributed
 from specrl_jax.errors import Stopped
 from specrl_jax.io.progress import PhaseClock
 from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.draft_step import DraftMetrics
+from specrl_jax.learner.replay import Replay
 from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
+from specrl_jax.rollout.build import RolloutEngines
+from specrl_jax.rollout.generate import Published, RolloutBatch
+from specrl_jax.rollout.groups import ScoredRollouts, merge_rounds, select_groups
+from specrl_jax.rollout.pipeline import Pipeline
+from specrl_jax.rollout.speculation import Speculation
 from specrl_jax.sharding import bytes_on_devices
-from specrl_jax.training.build import Learner, prepare
-from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
-from specrl_jax.training.engines import RolloutEngines
-from specrl_jax.training.generation import Published, RolloutBatch
+from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import with_initial_draft
-from specrl_jax.training.pipeline import Pipeline
-from specrl_jax.training.replay import Replay
-from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, copy_params, update
 
 
@@ -119,7 +120,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
 def _with_replaced(learner: Learner, state: RunState, updates: Updates, *, step: int) -> RunState:
     """Return the state with a new draft where the old one is not finite, and a new reference where one is due."""
     if updates.diagnostics is not None and not updates.diagnostics.finite:
-        # No update makes it finite again. The alarm says so (training/speculation.py).
+        # No update makes it finite again. The alarm says so (rollout/speculation.py).
         state = with_initial_draft(learner, state)
     every = learner.plan.config.grpo.reference_every
     return dataclasses.replace(state, reference=copy_params(state.policy)) if every and step % every == 0 else state

@@ -17,12 +17,12 @@ from specrl_jax.core import Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import TargetTables
 from specrl_jax.learner.batch import LearnerBatch
+from specrl_jax.learner.build import Learner
 from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics, predicted
 from specrl_jax.learner.microbatches import Passes
 from specrl_jax.learner.policy_step import Features, UpdateMetrics
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
-from specrl_jax.training.build import Learner
 
 # Of so many microbatches one is compared: an estimate for an eighth of a forward pass.
 MICROBATCHES_PER_COMPARED = 8

@@ -13,7 +13,7 @@ from tokenizers import models
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers, load_tokenizer, token_texts
 from specrl_jax.errors import InputError
-from specrl_jax.training.inference_engine import find_stop_texts
+from specrl_jax.rollout.inference_engine import find_stop_texts
 from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, write
 
 PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))

@@ -6,7 +6,7 @@ from specrl_jax.config import Config, DataConfig
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer
 from specrl_jax.data.turns import TurnFormat, end_of_turn_fault
 from specrl_jax.errors import InputError
-from specrl_jax.training.engines import find_tokenizer
+from specrl_jax.rollout.build import find_tokenizer
 from tests.helpers.tokenizers import QWEN_TEMPLATE, save_folder, trained
 
 WITH_TOOLS = QWEN_TEMPLATE.replace(

@@ -17,8 +17,8 @@ from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
 from specrl_jax.models import decoder
+from specrl_jax.rollout.inference_engine import InferenceConfig
 from specrl_jax.sharding import ROLLOUT, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig
 
 
 def size(tree):

@@ -24,8 +24,8 @@ from specrl_jax.drafts.peagle import peagle_network as peagle
 from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import decoder
+from specrl_jax.rollout.inference_engine import LEAST_TOKENS, InferenceConfig, make_rollout_engine
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import LEAST_TOKENS, InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights
 

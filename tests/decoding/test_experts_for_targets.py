@@ -15,8 +15,8 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.models import decoder
 from specrl_jax.models.grouped import LARGEST, MOST_COPIES, by_ragged_dot
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_rollout_engine
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights
 

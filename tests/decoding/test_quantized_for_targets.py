@@ -20,8 +20,8 @@ from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import decoder
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_rollout_engine
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights, policy_weights
 

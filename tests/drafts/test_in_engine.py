@@ -38,8 +38,8 @@ from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.heads import drawn_params
 from tests.helpers.long import long_but

@@ -17,7 +17,7 @@ from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.training.inference_engine import make_rollout_engine
+from specrl_jax.rollout.inference_engine import make_rollout_engine
 from tests.drafts.test_in_engine import (
     DRAFTS,
     MODELS,

@@ -18,9 +18,9 @@ from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure
 from specrl_jax.dry_run.phases import KINDS, find_phases
 from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.models import decoder
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.rollout.build import make_rollout
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.engines import make_rollout
-from specrl_jax.training.plan import make_plan
 from tests.helpers.runs import SMOKE, arguments, make_call
 
 CONFIG = "rlzero_8b"

@@ -11,11 +11,11 @@ from specrl_jax.dry_run import run
 from specrl_jax.dry_run.measure import measure, read_memory
 from specrl_jax.dry_run.phases import device_bytes, find_phases
 from specrl_jax.dry_run.targets import TARGETS, installed
+from specrl_jax.learner.build import make_learner
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.rollout.build import make_rollout
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import make_learner
-from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.plan import make_plan
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "gb200", "v5p", "v6e"])

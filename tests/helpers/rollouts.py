@@ -12,8 +12,8 @@ from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.models import decoder
 from specrl_jax.models.layers import init_params
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import random_params
 
 MODEL = decoder.preset("nano_deep")

@@ -12,19 +12,20 @@ ORDER = (
     "tests/decoding/",
     "tests/kernels/",
     "tests/drafts/",
-    "tests/training/test_exact",
+    "tests/rollout/stale/",
     "tests/training/test_parity",
     "tests/rl/",
     "tests/learner/",
     "tests/models/",
     "tests/training/",
+    "tests/rollout/",
+    "tests/planning/",
     "tests/test_commands.py",
     "tests/io/",
     "tests/data/",
     "tests/rewards/",
     "tests/test_",
     "tests/tasks/",
-    "tests/workers/",
 )
 
 

@@ -15,15 +15,15 @@ from specrl_jax.config.validate import validate
 from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.learner.build import Learner, make_learner
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.planning.problems import Problems, load_problems
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rollout.build import RolloutEngines, make_rollout
+from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import loop
-from specrl_jax.training.build import Learner, make_learner
-from specrl_jax.training.engines import RolloutEngines, make_rollout
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.plan import make_plan
-from specrl_jax.training.problems import Problems, load_problems
-from specrl_jax.training.scoring import make_scorer
 
 NEVER = threading.Event()
 

@@ -38,8 +38,8 @@ from specrl_jax.learner.state import RunState, TrainState, init_state
 from specrl_jax.models import decoder
 from specrl_jax.rl.draft_losses import LOSSES, draft_loss_mask
 from specrl_jax.rl.objectives import LossInputs, Objective
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.initial import initial_vocab_map
 from specrl_jax.training.update import update
 from tests.helpers.long import long_but

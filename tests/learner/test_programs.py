@@ -12,7 +12,7 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
-from specrl_jax.training.beside import Beside
+from specrl_jax.learner.beside import Beside
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.update import compute_loss_inputs, copy_params, update
 from tests.helpers.long import long_but

@@ -24,7 +24,7 @@ from specrl_jax.rewards.sandbox.choose import Chosen, choose
 from specrl_jax.rewards.sandbox.limits import Limits, Ran, Run
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rewards.worker_group import WorkerOptions
-from specrl_jax.training.scoring import make_scorer
+from specrl_jax.rollout.scoring import make_scorer
 from tests.helpers import sandboxes
 
 ROWS = pathlib.Path(__file__).with_name("code_rows")

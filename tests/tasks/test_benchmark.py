@@ -8,8 +8,8 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.errors import Stopped
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.rollout.build import make_rollout
 from specrl_jax.tasks.benchmark import benchmark, compiled_lengths, make_sides, print_benchmark, round_metrics
-from specrl_jax.training.engines import make_rollout
 from specrl_jax.training.speedup import timed
 from tests.helpers.training import NEVER, make_run
 

@@ -22,8 +22,8 @@ from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import decoder
 from specrl_jax.models.layers import count_params
 from specrl_jax.rl.objectives import Objective
+from specrl_jax.rollout.inference_engine import InferenceConfig, make_rollout_engine
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.inference_engine import InferenceConfig, make_rollout_engine
 from tests.helpers.abstract import inference_weights, minibatch
 
 pytestmark = pytest.mark.slow

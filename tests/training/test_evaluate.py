@@ -11,7 +11,7 @@ from specrl_jax.io.progress import Display
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.training.evaluate import Evaluation
 from tests.helpers.training import NEVER
-from tests.training.test_dynamic_sampling import rollouts_of
+from tests.rollout.test_groups import rollouts_of
 
 SETS = {"one": [Problem("1", "1", "")], "two": [Problem("2", "2", ""), Problem("3", "3", "")]}
 

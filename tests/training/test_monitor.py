@@ -7,7 +7,7 @@ import pytest
 
 from specrl_jax.errors import RunFailed
 from specrl_jax.training.monitor import ENTROPY, EQUAL, GROWTH, NAMES, TRUNCATED, UNSCORED, WEIGHTS, Alarms, Monitor
-from tests.training.test_speculation import setup_of as speculation_parts
+from tests.rollout.test_speculation import setup_of as speculation_parts
 
 HEALTHY = {
     "rollout_vs_learner/kl": 2e-3,

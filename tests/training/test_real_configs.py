@@ -9,9 +9,9 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import without_files
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.rollout.build import make_rollout
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.engines import make_rollout
-from specrl_jax.training.plan import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -26,12 +26,12 @@ from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step, mak
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import decoder, moe
 from specrl_jax.models.lora import LoRA, attach, init_adapters
+from specrl_jax.planning.cache_size import page_bytes
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.training import loop
-from specrl_jax.training.cache_size import page_bytes
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import mismatch_metrics
-from specrl_jax.training.plan import make_plan
 from specrl_jax.training.update import compute_loss_inputs, copy_params
 from tests.helpers import rollouts as real
 from tests.helpers.policies import compiled, row_positions

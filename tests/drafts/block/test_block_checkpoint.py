@@ -15,7 +15,7 @@ from specrl_jax.drafts.block.block_draft import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.models.rotary import Rope, Yarn
-from specrl_jax.training.plan import make_plan
+from specrl_jax.planning.plan import make_plan
 from tests.drafts.block.test_block_network import CONFIGS, ONE, TARGET, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
 from tests.helpers.heads import drawn_params

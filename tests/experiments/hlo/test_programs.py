@@ -17,8 +17,8 @@ from specrl_jax.dry_run import run
 from specrl_jax.dry_run.fit import PageCounts
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.targets import TARGETS, installed
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.plan import make_plan
 from tests.helpers.runs import ROOT, run_process
 
 MESH = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}

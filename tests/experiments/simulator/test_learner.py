@@ -22,15 +22,15 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.config.automatic import with_values
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.sizes import ONE_PASS, head_parameters, priced_head
+from specrl_jax.learner.build import make_learner
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.models.decoder import preset
 from specrl_jax.models.flops import PEAK_FLOPS, parameters
+from specrl_jax.planning.memory import RUNNING
+from specrl_jax.planning.plan import make_plan
 from specrl_jax.rl.objectives import logprob_passes
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import make_learner
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.memory import RUNNING
-from specrl_jax.training.plan import make_plan
 from tests.experiments.simulator.cases import ideal
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -231,7 +231,7 @@ def test_live_tokens_by_hand():
 
 
 def test_the_librarys_estimate_has_this_distribution():
-    """training/memory.py has one number of it, where the mean is half of the longest response."""
+    """planning/memory.py has one number of it, where the mean is half of the longest response."""
     w = Workload(64, 8, 100.0, longest_prompt=500.0, lengths=LogNormalLengths(1750.0, 3500.0), slots=32)
     assert live_tokens(w) == pytest.approx(100 / 8 + RUNNING * 3500 + 64, rel=1e-12)
 

@@ -1,0 +1,1 @@
+"""Config, data and devices to the plan of a run: what is chosen, checked and counted before any array exists."""

@@ -1,0 +1,299 @@
+"""The plan of a run: sizes, meshes and engine limits, checked against folders and devices before any array exists."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from kernels_pallas.verify.sampling import most_kept
+from specrl_jax.config import Config, EvalConfig, PipelineConfig, PolicyConfig, RolloutConfig
+from specrl_jax.config.automatic import check_chosen
+from specrl_jax.config.requirement import Requirement
+from specrl_jax.config.validate import draft_options
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DraftMethod, DraftModel
+from specrl_jax.drafts.kinds import make_method
+from specrl_jax.errors import InputError
+from specrl_jax.io import hf
+from specrl_jax.models import decoder
+from specrl_jax.models.rotary import Rope, Yarn
+from specrl_jax.planning.cache_size import check_cache_length, most_pages, page_bytes, with_pages
+from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
+from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
+
+# Draft lengths that the controller chooses from.
+LENGTHS = (0, 1, 2, 3, 5, 7)
+# A batch that has thinned goes on in one of num_slots / 4 and / 16 rows.
+SHRINK = (4, 16)
+# Prompt tokens that keep a device busy in one forward: from 300 on an H100 multiplies no less than it reads. A refill
+# usually starts few prompts, and what its forwards have beyond those is for nothing.
+BUSY_TOKENS = 256
+# Tasks that learn from rollouts, or generate as such a run does.
+WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The sizes of a run. Holds no arrays."""
+
+    config: Config
+    model: decoder.DecoderConfig  # the policy's
+    draft_method: DraftMethod
+    learner_partition: Partitioner
+    rollout_partition: Partitioner  # the learner's devices, or those that only generate, of this process's group
+    limits: EngineConfig  # of the engine of this process's group, which trains and evaluates
+    groups: ProcessGroups  # that hold one copy of the rollout weights each
+    page_bytes: int  # of one page on one device
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """Return the draft model; None: the draft method has no weights."""
+        return self.draft_method.model
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Return the tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
+        return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
+
+
+def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = None, *, memory: int = 0) -> Plan:
+    """Find the sizes of a run and check them against each other.
+
+    Args:
+      mesh: of the learner.
+      model: the policy's sizes; None: those that the config names.
+      memory: bytes of a device that is not here; 0: unknown.
+    Raises:
+      InputError: naming the key and what would be right.
+    """
+    check_chosen(config)
+    model = model or policy_sizes(config.policy)
+    method = make_method(draft_options(config.draft), model)
+    replays = config.policy.router_replay and not model.experts
+    Requirement(config)("policy.router_replay", not replays, "the policy is no mixture of experts; leave False")
+    groups = _groups(config.pipeline, mesh)
+    learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
+    share = _group_share(config, len(groups.groups))
+    limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
+    page = page_bytes(model, method.model, config.rollout, partition=rollout, records=limits.records)
+    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
+    plan = Plan(
+        config,
+        model,
+        method,
+        learner_partition=learner,
+        rollout_partition=rollout,
+        limits=limits,
+        groups=groups,
+        page_bytes=page,
+    )
+    _check_processes(config, groups)
+    _check_draft(plan)
+    _check_shards(plan)
+    longest = "eval" if config.eval.max_response_tokens > config.rollout.max_response_tokens else "rollout"
+    check_cache_length(plan.limits, model, longest)
+    return dataclasses.replace(plan, limits=with_pages(limits, most, page, section=longest))
+
+
+def open_mesh(config: Config) -> Mesh:
+    """Return `learner_mesh`.
+
+    Checks the folders of policy and draft first: on a machine without the weights, they are what is missing. Raises
+    InputError.
+    """
+    check_chosen(config)
+    make_method(draft_options(config.draft), policy_sizes(config.policy))
+    return learner_mesh(config)
+
+
+def learner_mesh(config: Config) -> Mesh:
+    """Return the learner's mesh. Raise InputError where its sizes do not multiply to the devices."""
+    return make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
+
+
+def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
+    """Return the preset's sizes; a checkpoint must have the same but for the length it was trained for.
+
+    An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
+
+    Raises InputError for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
+    """
+    sizes = decoder.preset(policy.preset) if policy.preset or not policy.path else None
+    if policy.path:
+        found = hf.load_config(policy.path)
+        for field in dataclasses.fields(found) if sizes else ():
+            ours, theirs = (getattr(_unstretched(one), field.name) for one in (sizes or found, found))
+            if ours != theirs and field.name != "max_positions":
+                raise InputError(
+                    f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has "
+                    f"{theirs}; policy.preset='' takes the checkpoint's sizes"
+                )
+        hf.check_params(policy.path, found)
+        sizes = found
+    assert sizes is not None  # of one of the two
+    if not policy.yarn_factor:
+        return sizes
+    yarn = Yarn(policy.yarn_factor, policy.yarn_original)
+    return dataclasses.replace(sizes, rope=Rope(sizes.rope.theta, yarn))
+
+
+def _unstretched(sizes: decoder.DecoderConfig) -> decoder.DecoderConfig:
+    return dataclasses.replace(sizes, rope=sizes.rope.pretrained)
+
+
+def sampling_of(config: Config, section: RolloutConfig | EvalConfig) -> Sampling:
+    """Return how training rollouts, or evaluations, are sampled."""
+    return Sampling(section.temperature, section.top_k, section.top_p, rule=config.rollout.rule)
+
+
+def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
+    """Return the draft lengths that get compiled programs: 0 always, since speculation may be switched off."""
+    return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
+
+
+def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> EngineConfig:
+    """Return the engine's shapes; `num_shards`: of its rows."""
+    rollout, draft, grpo = config.rollout, config.draft, config.grpo
+    slots = rollout.num_slots
+    sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
+    prompts = -(-slots // grpo.group_size)  # under way at once
+    piece = min(rollout.prefill_tokens, rollout.max_prompt_tokens)
+    replays = grpo.sampling_mask == "replay" and config.task in WITH_ROLLOUTS
+    return EngineConfig(
+        num_slots=slots,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=max(rollout.max_response_tokens, config.eval.max_response_tokens),
+        chunk=rollout.chunk,
+        # Under parity one shape of a forward is one batch size.
+        sizes=() if rollout.parity else tuple(sizes),
+        page_tokens=rollout.page_tokens,
+        shards=num_shards,
+        prefill_tokens=rollout.prefill_tokens,
+        prefill_rows=num_shards * max(1, min(prompts // (4 * num_shards), BUSY_TOKENS // piece)),
+        new_prompts=prompts,
+        width=draft.length + 1 if rollout.parity else 0,
+        groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
+        sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
+        most_kept=most_kept(sampling_of(config, rollout)) if replays else 0,
+        turns=bool(config.environment.name),
+        copies_pages=config.environment.pages == "copy",
+        budget=draft.budget // num_shards,
+        earlier=_earlier(config) if config.task == "train" else "",
+        versions=config.pipeline.weight_update == "inflight" or rollout.carry > 0,
+        records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
+    )
+
+
+def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
+    """Return the processes of each copy of the rollout weights. Raise InputError.
+
+    Those of a learner with rollout workers ask for rollouts together.
+    """
+    if p.workers:
+        return ProcessGroups((tuple(range(jax.process_count())),))
+    if not p.rollout_devices:
+        return find_groups(mesh)
+    n, each, split = jax.process_count(), p.rollout_devices, p.tensor * p.expert
+    size = max(1, split // each)
+    shown = f"pipeline.tensor={p.tensor} x pipeline.expert={p.expert}: a copy takes pipeline.rollout_devices={each}"
+    if n % size:
+        raise InputError(f"{shown} of {size} processes, which must divide the {n} there are")
+    learning = mesh.size // n
+    if size > 1 and learning % each:
+        raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
+    return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
+
+
+def _earlier(config: Config) -> str:
+    """Return what becomes of tokens that earlier weights drew: EngineConfig.earlier."""
+    if config.pipeline.weight_update == "exact":
+        return "verify"
+    return "keep" if config.rollout.carry or config.pipeline.recompute_cache else ""
+
+
+def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
+    """Return the part of the learner's mesh that a group of processes has, or a mesh of its devices beside it."""
+    if not p.rollout_devices:
+        return group_mesh(mesh)
+    devices = [d for i in groups.own for d in jax.local_devices(process_index=i)[-p.rollout_devices :]]
+    sizes = {"data": len(devices) // (p.tensor * p.expert), "expert": p.expert, "tensor": p.tensor}
+    if len(groups.own) == 1:
+        return make_mesh(sizes, devices)
+    # In the order of the processes, each of which holds the same parts among its devices that learn (`staging_mesh`).
+    shape = [sizes.get(axis, 1) for axis in mesh.axis_names]
+    return Mesh(np.array(devices).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _group_share(config: Config, n: int) -> Config:
+    """Return the config with the slots and prompts of one of n groups. Raise InputError where they do not divide."""
+    rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
+    for key, value in (("num_slots", rollout.num_slots), ("carry", rollout.carry)):
+        if value % n:
+            raise InputError(f"rollout.{key}={value} must divide by the {n} copies of several processes")
+    for key, value in (("prompts_per_step", grpo.prompts_per_step), ("oversample", grpo.oversample)):
+        if value % processes:  # each scores its own
+            raise InputError(f"grpo.{key}={value} must divide by the {processes} processes")
+    rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
+    grpo = dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
+    draft = dataclasses.replace(config.draft, budget=config.draft.budget // n)
+    return dataclasses.replace(config, rollout=rollout, grpo=grpo, draft=draft)
+
+
+def _check_processes(config: Config, groups: ProcessGroups) -> None:
+    """Raise InputError for options that several processes do not support."""
+    need = Requirement(config)
+    alone = config.pipeline.mode == "sync" or jax.process_count() == 1
+    need(
+        "grpo.sampling_rounds",
+        alone or config.grpo.sampling_rounds == 1,
+        "several processes would have to ask each other whether to generate again, and under pipeline.mode=async they "
+        "do not wait for each other",
+    )
+    need(
+        "environment.name",
+        not config.environment.name or len(groups.own) == 1,
+        f"{len(groups.own)} processes hold a copy of the weights together (mesh.tensor, mesh.expert), and would hear "
+        "of its answers at different times; keep copies within a process",
+    )
+
+
+def _check_draft(plan: Plan) -> None:
+    """Raise InputError for options that the draft does not have, and where nothing would choose its vocabulary."""
+    config, d, draft = plan.config, plan.config.draft, plan.draft
+    need = Requirement(config)
+    if config.pipeline.workers:
+        kept = not (plan.draft_method.uses_lookup_cache and d.history)
+        need("draft.history", kept, "earlier rollouts are not sent to workers; set 0")
+    if draft is None:
+        return
+    anchored = d.anchor_stride == 1 or draft.takes_anchors
+    need("draft.anchor_stride", anchored, f"draft.kind={d.kind} drafts behind every token in training; leave 1")
+    for key in ("length", "ttt_steps") if draft.longest is not None else ():
+        within = getattr(d, key) <= draft.longest
+        need(f"draft.{key}", within, f"a block of this drafter has {draft.longest} drafts")
+    # What is exported has been chosen: the checkpoint holds it.
+    chooses = config.task in ("draft_pretrain", "export") or (config.task == "train" and d.online and d.min_coverage)
+    need(
+        "draft.vocab_size",
+        d.path or draft.vocab >= plan.model.vocab or chooses,
+        "which ids those are is found out by task=draft_pretrain, and by training with draft.online and "
+        "draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)",
+    )
+
+
+def _check_shards(plan: Plan) -> None:
+    """Raise InputError where weights or engine rows do not divide over the meshes."""
+    learner, rollout = plan.learner_partition, plan.rollout_partition
+    learner.shardings(decoder.param_specs(plan.model))
+    rollout.shardings(decoder.inference_specs(plan.model))
+    if plan.draft:
+        learner.shardings(plan.draft.specs)
+        rollout.shardings(plan.draft.inference_specs)
+    if plan.limits.num_slots % rollout.num_shards("batch"):
+        sizes = " x ".join(f"mesh.{name}={rollout.mesh.shape[name]}" for name in rollout.axes("batch"))
+        raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {sizes}")
+    if (budget := plan.config.draft.budget) and not plan.limits.budget:
+        shards = rollout.num_shards("batch") * len(plan.groups.groups)
+        raise InputError(f"draft.budget={budget}: at least one draft for each of the {shards} shards of sequences")

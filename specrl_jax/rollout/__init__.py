@@ -1,0 +1,1 @@
+"""Prompts to scored groups of rollouts: engines, conversations, dynamic sampling, asynchronous and stale rollouts."""

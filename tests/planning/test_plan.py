@@ -1,0 +1,131 @@
+"""Shapes of an engine: the sizes a batch shrinks to, prompts prefilled at once, groups to copy from, draft lengths."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.config import Config, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig, from_config_dict
+from specrl_jax.errors import InputError
+from specrl_jax.models.rotary import Rope, Yarn
+from specrl_jax.planning.plan import draft_lengths, find_limits, make_plan, policy_sizes
+from specrl_jax.sharding import make_mesh
+
+
+@pytest.mark.parametrize(
+    ("longest", "adaptive", "expected"),
+    [
+        (0, True, (0,)),
+        (0, False, (0,)),
+        (1, True, (0, 1)),
+        (3, False, (0, 3)),
+        (3, True, (0, 1, 2, 3)),
+        (4, True, (0, 1, 2, 3, 4)),
+        (7, True, (0, 1, 2, 3, 5, 7)),
+        (9, True, (0, 1, 2, 3, 5, 7, 9)),
+    ],
+)
+def test_draft_lengths_hold_zero_and_the_longest(longest, adaptive, expected):
+    assert draft_lengths(longest, adaptive) == expected
+
+
+def limits_of(num_slots, num_shards=1, group_size=1, prompts=1, lookup=False, parity=False):
+    config = Config(
+        draft=DraftConfig(length=3, history=4),
+        rollout=RolloutConfig(max_prompt_tokens=5, max_response_tokens=7, num_slots=num_slots, parity=parity),
+        grpo=GRPOConfig(prompts_per_step=prompts, group_size=group_size),
+    )
+    return find_limits(config, num_shards, lookup)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_shards", "sizes"),
+    [
+        (128, 1, (32, 8)),
+        (128, 8, (32, 8)),
+        (128, 16, (32,)),  # 8 rows do not split 16 ways
+        (64, 32, ()),
+        (20, 1, (5,)),
+        (16, 1, (4, 1)),
+        (6, 1, ()),
+        (3, 1, ()),
+    ],
+)
+def test_smaller_batches_split_over_the_mesh_as_well(num_slots, num_shards, sizes):
+    limits = limits_of(num_slots, num_shards)
+    assert limits.sizes == sizes
+    assert (limits.num_slots, limits.cache_length, limits.width) == (num_slots, 12, 0)
+
+
+def test_parity_keeps_one_shape_of_forward():
+    """Another batch size is another shape, and another shape may round otherwise."""
+    limits = limits_of(128, parity=True)
+    assert (limits.sizes, limits.width) == ((), 4)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "group", "num_shards", "prompts"),
+    [(32, 8, 1, 4), (33, 8, 1, 5), (4, 8, 1, 1), (16, 1, 1, 16), (64, 1, 8, 64), (16, 8, 8, 8), (48, 4, 8, 16)],
+)
+def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, num_shards, prompts):
+    """In forwards whose rows split over the mesh, of which the last may be padded."""
+    limits = limits_of(num_slots, num_shards, group)
+    assert limits.prompts == prompts and limits.prefill_rows % num_shards == 0 and prompts % limits.prefill_rows == 0
+
+
+@pytest.mark.parametrize(("prompts", "groups"), [(1, 5), (3, 5), (16, 16)])
+def test_every_prompt_under_way_has_a_group_in_the_lookup_cache(prompts, groups):
+    """Four groups of eight fill 32 slots; a fifth begins while the first is not quite finished."""
+    limits = limits_of(32, group_size=8, prompts=prompts, lookup=True)
+    assert (limits.groups, limits.sequences) == (groups, 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "sequences"),
+    [
+        ({}, 0, 0),
+        ({"kind": "suffix"}, 5, 4 + 8),
+        ({"kind": "ngram"}, 0, 0),
+        ({"cascade": 4}, 5, 4 + 8),
+        ({"kind": "suffix", "history": 0}, 5, 4),
+    ],
+    ids=str,
+)
+def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, groups, sequences):
+    """The smoke variant: 16 slots, 4 prompts of 4 answers."""
+    config = rlzero_tiny.get_config("smoke")
+    config.draft.update(changes)
+    limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
+    assert (limits.groups, limits.sequences, limits.width) == (groups, sequences, 0)
+    assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
+
+
+def test_experts_are_replayed_where_there_are_some():
+    c = rlzero_tiny.get_config("smoke")
+    c.policy.update({"preset": "nano", "router_replay": True})
+    with pytest.raises(InputError, match=r"^policy\.router_replay=True: the policy is no mixture of experts"):
+        make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(("prompt", "prefill", "rows"), [(5, 512, 16), (100, 512, 2), (1000, 64, 4), (1000, 512, 1)])
+def test_a_prefill_takes_no_more_prompts_than_keep_a_device_busy(prompt, prefill, rows):
+    """A refill usually starts few prompts: what its forwards have beyond them is computed for nothing."""
+    sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64, prefill_tokens=prefill)
+    config = Config(rollout=sizes, grpo=GRPOConfig(prompts_per_step=64, group_size=1))
+    assert find_limits(config, 1, False).prefill_rows == rows
+
+
+# ---- longer sequences than the policy was made for
+
+
+def policy_settings(**changes):
+    config = rlzero_tiny.get_config("smoke").policy
+    return PolicyConfig(**{**config, "preset": "nano", **changes})
+
+
+def test_yarn_stretches_the_positions():
+    plain, stretched = policy_sizes(policy_settings()), policy_sizes(policy_settings(yarn_factor=4.0))
+    assert (plain.longest, stretched.longest) == (4096, 4 * 32_768)
+    assert stretched == dataclasses.replace(plain, rope=Rope(1e6, Yarn(4.0, 32_768)))
+    assert policy_sizes(policy_settings(yarn_factor=2.0, yarn_original=4096)).longest == 8192
