@@ -14,9 +14,8 @@ from specrl_jax.rewards.environments.session import BUILT_IN as ENVIRONMENTS
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.function import file_of
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, RewardInput
-from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.pool import DEFAULT, WorkerOptions, Workers
 from specrl_jax.rewards.worker import CODE, NAMES
-from specrl_jax.rewards.worker_group import DEFAULT, WorkerOptions
 
 MAX_NAMES = 64  # different parts in one batch
 

@@ -8,9 +8,8 @@ import pytest
 
 from specrl_jax.errors import RunFailed
 from specrl_jax.rewards.messages import Outcome, RewardInput, parse_outcome
-from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.pool import WorkerOptions, Workers
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.rewards.test_scorer import run_program, wait_for_end
 
 FORKS = "tests.rewards.forks"
@@ -54,7 +53,7 @@ def test_what_a_worker_started_ends_with_a_killed_run(tmp_path, stopped):
     program = f"""
         import psutil, threading, time
         from specrl_jax.rewards.scorer import Scorer
-        from specrl_jax.rewards.worker_group import WorkerOptions
+        from specrl_jax.rewards.pool import WorkerOptions
         scorer = Scorer(("{FORKS}:start",), workers=WorkerOptions(1, timeout=1000))
         scorer(["{FORMS}"], [""])
         print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
