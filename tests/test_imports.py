@@ -32,6 +32,7 @@ ORDER += [
     "serialize",
     "core",
     "json_files",
+    "child_process",
     "errors",
     "accelerator_flags",
 ]

@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from specrl_jax.child_process import receive, send
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
 from specrl_jax.rewards.function import Function
-from specrl_jax.rewards.messages import Context, Outcome, RewardInput, receive, send
+from specrl_jax.rewards.messages import Context, Outcome, RewardInput
 from specrl_jax.rewards.pool import WorkerOptions, Workers
 from specrl_jax.rewards.sandbox.limits import GIB
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer

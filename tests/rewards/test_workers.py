@@ -29,7 +29,7 @@ def test_what_a_worker_started_ends_with_it(end):
     """A fork, a child in its own session, a daemon and a chain of forks; the worker is killed, dies, or is closed."""
     earlier = {p.pid for p in descendants()}  # of other tests in this process, as a tracker of shared memory
     with Scorer((f"{FORKS}:start",), workers=WorkerOptions(1, timeout=3.0)) as scorer:
-        guard = scorer._workers._workers[0]._guard.pid
+        guard = scorer._workers._workers[0].process.pid
         seen = {}
 
         def watch():
@@ -79,7 +79,7 @@ def test_a_fork_that_returns_is_not_heard():
 
 def family(scorer):
     """The processes of the only worker: outer guard, inner guard, worker, and those that it has started."""
-    outer = psutil.Process(scorer._workers._workers[0]._guard.pid)
+    outer = psutil.Process(scorer._workers._workers[0].process.pid)
     return [outer, *outer.children(recursive=True)]
 
 

@@ -216,7 +216,7 @@ def test_environments_that_cannot_be_loaded_are_refused():
 
 def test_workers_that_never_start_end_the_run(monkeypatch):
     workers = workers_of(STRANGE, count=1)
-    monkeypatch.setattr("specrl_jax.rewards.process._BOOT", "{0}; import sys; sys.exit(1)")
+    monkeypatch.setattr("specrl_jax.child_process._BOOT", "{0}; import sys; sys.exit(1)")
     replies = queue.SimpleQueue()
     workers.submit(workers.open({}, 0), "a", [], replies=replies)
     assert isinstance(replies.get(timeout=100), NotScored)
