@@ -33,6 +33,7 @@ ORDER += [
     "core",
     "json_files",
     "child_process",
+    "frames",
     "errors",
     "accelerator_flags",
 ]

@@ -20,7 +20,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-from specrl_jax.child_process import receive, send
+from specrl_jax.frames import receive, send
 
 # What strftime_now tells, whatever the day: a run must not change with it. Llama's own templates write this date where
 # there is no clock.

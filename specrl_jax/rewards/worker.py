@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from specrl_jax.child_process import receive, send
+from specrl_jax.frames import receive, send
 from specrl_jax.rewards import formats, symbolic, verifiable
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward
 from specrl_jax.rewards.environments import session

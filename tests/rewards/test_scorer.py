@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from specrl_jax.child_process import receive, send
 from specrl_jax.errors import InputError, RunFailed, Stopped
+from specrl_jax.frames import receive, send
 from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
 from specrl_jax.rewards.function import Function
