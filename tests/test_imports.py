@@ -28,6 +28,7 @@ ORDER += [
     "data",
     "process_groups",
     "distributed",
+    "coordinator",
     "sharding",
     "serialize",
     "core",

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.config import Config
 from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.rollouts import Rollouts
@@ -110,7 +110,7 @@ class First:
                 for connection in self._connections:
                     send(connection, Request(self._call, found))
         except OSError as error:
-            raise distributed.has_left(error) from None
+            raise coordinator.has_left(error) from None
         return found
 
     def _offers(self, call: int) -> list[Offer] | None:
@@ -169,7 +169,7 @@ class Other:
             self._changed.wait_for(lambda: self._rollouts is not None or self._left)
             found, self._rollouts = self._rollouts, None
         if found is None:
-            raise distributed.has_left(ConnectionError("no rollouts came from the first process"))
+            raise coordinator.has_left(ConnectionError("no rollouts came from the first process"))
         return found
 
     def _set(self, call: int, weights: Weights | None) -> None:
@@ -213,7 +213,7 @@ def open_workers(config: Config, workdir: str) -> Iterator[First | Other]:
     with contextlib.ExitStack() as ending:
         for connection in connections:
             ending.enter_context(connection)
-        with distributed.refused_together():
+        with coordinator.refused_together():
             process: First | Other
             if distributed.is_first_process():
                 facts = worker_facts(dataclasses.asdict(config), workdir)
@@ -234,12 +234,12 @@ def connect_processes(host: str) -> list[Connection]:
     if jax.process_count() == 1:
         return []
     server, key = None, secrets.token_bytes(32)
-    with distributed.refused_together():
+    with coordinator.refused_together():
         if distributed.is_first_process():
             server = listen(host)
     here = json.dumps([*server.getsockname(), key.hex()]) if server else ""
-    address = Address(*json.loads(distributed.exchange(here)[0]))
-    with distributed.refused_together():
+    address = Address(*json.loads(coordinator.exchange(here)[0]))
+    with coordinator.refused_together():
         if server is None:
             return [_connect(address)]
         with server:
