@@ -1,8 +1,8 @@
 """JSON in frames over a socket to a process that may hang, end or say anything.
 
-What it says is bounded in size and in time, and is never unpickled; who reads it checks it field by field. Messages of
-rollout workers are others (rollout/workers/messages.py): arrays, between processes that trust each other. Python 3.9 or
-later, without any package: programs of a sandbox use it, too.
+What it says is bounded in size and in time, and is never unpickled; who reads it checks it field by field. Processes
+that trust each other, and send arrays, use multiprocessing.connection (rollout/workers/messages.py), which knows their
+key but no deadline within a message. Python 3.9 or later, without any package: programs of a sandbox use it, too.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import json
+import queue
 import secrets
 import socket
 import threading
@@ -135,11 +136,10 @@ class Other:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._server = connection, transfer.start_server(own_address(connection))
+        self._rollouts = queue.SimpleQueue[Rollouts | None]()  # None: the first process has left, or this one does
         self._changed = threading.Condition()  # guards what follows
         self._call = 0
         self._weights: Weights | None = None
-        self._rollouts: Rollouts | None = None
-        self._left = False  # the first process has, or this one does
         threading.Thread(target=self._serve, name="weights for workers", daemon=True).start()
 
     def metrics(self) -> dict[str, int | float]:
@@ -165,10 +165,7 @@ class Other:
     ) -> Rollouts:
         """Return the rollouts that the first process sends."""
         self.together(weights, work, agree, on_progress=on_progress)
-        with self._changed:
-            self._changed.wait_for(lambda: self._rollouts is not None or self._left)
-            found, self._rollouts = self._rollouts, None
-        if found is None:
+        if (found := self._rollouts.get()) is None:
             raise coordinator.has_left(ConnectionError("no rollouts came from the first process"))
         return found
 
@@ -185,15 +182,11 @@ class Other:
                 if request.rollouts is None:
                     send(self._connection, OfferReply(self._offer(request.call)))
                 else:
-                    with self._changed:
-                        self._rollouts = request.rollouts
-                        self._changed.notify_all()
+                    self._rollouts.put(request.rollouts)
         except (EOFError, OSError):  # the first process says why
             pass
         finally:
-            with self._changed:
-                self._left = True
-                self._changed.notify_all()
+            self._rollouts.put(None)
 
     def _offer(self, call: int) -> Offer | None:
         with self._changed:
