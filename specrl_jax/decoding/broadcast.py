@@ -1,4 +1,4 @@
-"""Broadcasts among processes that run an engine in lock-step."""
+"""What an engine asks of processes that run it in lock-step: a function, such as a `coordinator.Agreement`."""
 
 from typing import Protocol
 
