@@ -1,4 +1,4 @@
-"""What an engine asks of processes that run it in lock-step: a function, such as a `coordinator.Agreement`."""
+"""Broadcasts among processes that run an engine in lock-step: what it needs of them. `coordinator.Agreement` is one."""
 
 from typing import Protocol
 
