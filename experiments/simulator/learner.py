@@ -10,7 +10,7 @@ from experiments.simulator.counts import Precision, twin_bytes, weight_bytes
 from experiments.simulator.hardware import Hardware
 from experiments.simulator.heads import learned_positions
 from experiments.simulator.lengths import ResponseLengths
-from specrl_jax.drafts.block.block_network import BlockConfig
+from specrl_jax.drafts.block import BlockConfig
 from specrl_jax.drafts.sizes import Head, head_layers, head_parameters, vocabulary_parameters
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array, forward_flops, parameters

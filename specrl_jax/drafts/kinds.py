@@ -32,17 +32,11 @@ class Kind:
 
 KINDS = {
     "none": Kind("specrl_jax.drafts.lookup.lookup_draft:make_none"),
-    "eagle3": Kind(
-        "specrl_jax.drafts.eagle3.eagle3_draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")
-    ),
-    "peagle": Kind("specrl_jax.drafts.peagle.peagle_draft:make", has_weights=True, formats=("speculators", "vllm")),
-    "mtp": Kind("specrl_jax.drafts.mtp.mtp_draft:make", has_weights=True, formats=("deepseek", "mimo")),
-    "dspark": Kind(
-        "specrl_jax.drafts.block.block_draft:make_dspark", has_weights=True, formats=("deepspec", "speculators")
-    ),
-    "dflash": Kind(
-        "specrl_jax.drafts.block.block_draft:make_dflash", has_weights=True, formats=("zlab", "speculators")
-    ),
+    "eagle3": Kind("specrl_jax.drafts.eagle3:make", has_weights=True, formats=("sglang", "vllm", "speculators")),
+    "peagle": Kind("specrl_jax.drafts.peagle:make", has_weights=True, formats=("speculators", "vllm")),
+    "mtp": Kind("specrl_jax.drafts.mtp:make", has_weights=True, formats=("deepseek", "mimo")),
+    "dspark": Kind("specrl_jax.drafts.block:make", has_weights=True, formats=("deepspec", "speculators")),
+    "dflash": Kind("specrl_jax.drafts.block:make", has_weights=True, formats=("zlab", "speculators")),
     "model": Kind("specrl_jax.drafts.small_model:make", has_weights=True, own_sizes=True),
     "self": Kind("specrl_jax.drafts.twin:make", twin=True),
     "ngram": Kind("specrl_jax.drafts.lookup.lookup_draft:make_ngram"),

@@ -1,8 +1,8 @@
 """Sizes of drafts with weights, by which memory and time are estimated before a draft is made."""
 
-from specrl_jax.drafts.block.block_network import BlockConfig, block_config
-from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
-from specrl_jax.drafts.peagle.peagle_network import PEagleConfig, peagle_config
+from specrl_jax.drafts.block import BlockConfig, block_config
+from specrl_jax.drafts.eagle3 import Eagle3Config, eagle3_config
+from specrl_jax.drafts.peagle import PEagleConfig, peagle_config
 from specrl_jax.models.decoder import DecoderConfig
 
 Head = Eagle3Config | PEagleConfig | BlockConfig

@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-from specrl_jax.drafts.block.block_network import BlockConfig
+from specrl_jax.drafts.block import BlockConfig
 from specrl_jax.drafts.sizes import Head, head_layers
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array
