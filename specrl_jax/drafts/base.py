@@ -6,6 +6,7 @@ A kind with weights has a `DraftModel`. `docs/contributing.md` says how to add o
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -18,7 +19,7 @@ from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.vocab_map import read_vocab_map
+from specrl_jax.drafts.vocab_map import read_vocab_map, vocab_tensors
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models.cache import PageShape, Paging
 from specrl_jax.models.decoder import DecoderConfig, Output
@@ -208,7 +209,9 @@ class DraftModel(abc.ABC, Generic[Cache]):
           dtype: of the stored tensors, "float32" or "bfloat16".
           target_path: the target's folder, for formats that name it; '' = none.
         """
-        save_folder(folder, hf_tensors(self.specs, params, dtype), {"architectures": [type(self).__name__]})
+        ids = {} if vocab_map is None else vocab_tensors(np.asarray(vocab_map), target.vocab)
+        tensors = itertools.chain(hf_tensors(self.specs, params, dtype), ids.items())
+        save_folder(folder, tensors, {"architectures": [type(self).__name__]})
 
 
 @dataclasses.dataclass(frozen=True)

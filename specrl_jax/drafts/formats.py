@@ -12,7 +12,7 @@
             mimo         model.mtp_layers.0.*: token_layernorm, hidden_layernorm, input_proj, final_layernorm
 
 A format is recognised by config.json and the tensors' names; `draft.dialect` names the one that is written.
-FAMILIES says what tensors are called in each, read_head.py and write_head.py what config.json says. Of all kinds, d2t
+FORMATS says what tensors are called in each, read_head.py and write_head.py what config.json says. Of all kinds, d2t
 (target id - draft id) and t2d (is a target id drafted) are the ids of a reduced vocabulary; DeepSpec and z-lab have
 none, there d2t alone is ours. Embedding and lm_head of the policy are not stored, and copies of them in a folder are
 ignored, except for an embedding that was trained with a P-EAGLE draft; EAGLE-3 heads with one are refused.
@@ -104,7 +104,7 @@ class Format:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class KindFormats:
     """The formats of a kind of head, and what they share.
 
     Attributes:
@@ -115,7 +115,7 @@ class Family:
       lacks: what such a head does not have, for a message about other tensors.
     """
 
-    formats: Mapping[str, Format]
+    named: Mapping[str, Format]
     find: Callable[[TensorFolder, str], tuple[str, int]]
     read: Callable[[TensorFolder, str, DecoderConfig], dict[str, Any]]
     write: Callable[..., dict[str, Any]]
@@ -127,13 +127,13 @@ class Family:
 class HeadFolder(TensorFolder):
     """A folder of a head in a known format, whose tensors are read in the order of our inputs."""
 
-    family: Family
+    formats: KindFormats
     dialect: str  # a key of its formats
     index: int  # of an MTP layer
 
     def fields(self, target: DecoderConfig) -> dict[str, Any]:
         """Return fields of the head's config. Raises InputError for what is not supported or not the target's."""
-        fields = self.family.read(self, self.dialect, target)
+        fields = self.formats.read(self, self.dialect, target)
         if self._format.beyond_policy and self.index != target.layers:
             raise InputError(
                 f"draft.path: {self.path} has its MTP layer at {self.index}, that of this policy is at {target.layers}"
@@ -144,8 +144,10 @@ class HeadFolder(TensorFolder):
         """Raise InputError for missing or further tensors, and for other shapes."""
         prefix = self._format.prefix.replace("{index}", str(self.index))
         strange = [name.removeprefix(prefix) for name in self.beyond(self.stored(specs)) if name.startswith(prefix)]
-        if strange := [name for name in strange if not name.startswith(self.family.ignored)]:
-            raise self.config().error(f"holds {prefix}{strange[0]}, which this head does not have: {self.family.lacks}")
+        if strange := [name for name in strange if not name.startswith(self.formats.ignored)]:
+            raise self.config().error(
+                f"holds {prefix}{strange[0]}, which this head does not have: {self.formats.lacks}"
+            )
         self.check(self.stored(specs))
 
     def stored(self, specs: Specs) -> Specs:
@@ -157,14 +159,14 @@ class HeadFolder(TensorFolder):
 
     @property
     def _format(self) -> Format:
-        return self.family.formats[self.dialect]
+        return self.formats.named[self.dialect]
 
 
 def open_head(folder: str, kind: str) -> HeadFolder:
     """Find the format of the head of a kind in `folder`. Raises InputError where it holds none."""
-    family = FAMILIES[kind]
-    dialect, index = family.find(TensorFolder(folder, "draft.path"), kind)
-    return HeadFolder(folder, "draft.path", family=family, dialect=dialect, index=index)
+    formats = FORMATS[kind]
+    dialect, index = formats.find(TensorFolder(folder, "draft.path"), kind)
+    return HeadFolder(folder, "draft.path", formats=formats, dialect=dialect, index=index)
 
 
 def _find_eagle(source: TensorFolder, kind: str) -> tuple[str, int]:
@@ -176,7 +178,7 @@ def _find_eagle(source: TensorFolder, kind: str) -> tuple[str, int]:
         raise raw.lacks("transformer_layer_config")
     if not nested and raw.get("architectures") not in [[name] for name in ARCHITECTURES]:
         raise raw.error(f"holds {raw.get('architectures')}, expected ['{ARCHITECTURES[0]}'] or a speculators config")
-    formats = {name: found for name, found in FAMILIES[kind].formats.items() if (name == NESTED) == nested}
+    formats = {name: found for name, found in FORMATS[kind].named.items() if (name == NESTED) == nested}
     layers = {name: found.renamed.get(MIDLAYER, MIDLAYER) for name, found in formats.items()}
     found = [name for name, layer in layers.items() if any(tensor.startswith(layer) for tensor in names)]
     if len(found) != 1:
@@ -208,7 +210,7 @@ def _find_mtp(source: TensorFolder, kind: str) -> tuple[str, int]:
 
 
 _LAYERS_0, _COPIES = {MIDLAYER: "layers.0."}, ("d2t", "t2d", EMBEDDING)
-_EAGLE3 = Family(
+_EAGLE3 = KindFormats(
     {"sglang": Format(), "vllm": Format(_LAYERS_0), NESTED: Format(_LAYERS_0)},
     find=_find_eagle,
     read=read_eagle3,
@@ -218,13 +220,13 @@ _EAGLE3 = Family(
 )
 _PEAGLE = dataclasses.replace(
     _EAGLE3,
-    formats={
+    named={
         NESTED: Format(_LAYERS_0, {"mask_hidden": "1 1 (a e) -> a e"}),
         "vllm": Format(_LAYERS_0, {"mask_hidden": "1 (a e) -> a e"}),
     },
     read=read_peagle,
 )
-_BLOCK = Family(
+_BLOCK = KindFormats(
     {"deepspec": Format(ids=("d2t",)), "zlab": Format(ids=("d2t",)), NESTED: Format()},
     find=_find_block,
     read=read_block,
@@ -240,7 +242,7 @@ _MIMO_NAMES = {
     "shared_head.norm.": "final_layernorm.",
     "": "",
 }
-_MTP = Family(
+_MTP = KindFormats(
     {
         "deepseek": Format({MTP_LAYER: _DEEPSEEK}, prefix=_DEEPSEEK, beyond_policy=True),
         "mimo": Format(
@@ -255,4 +257,4 @@ _MTP = Family(
     ignored=(EMBEDDING, "shared_head.head.weight"),
     lacks="no latent attention, no experts, and of biases of q, k and v alone what the policy has",
 )
-FAMILIES = {"eagle3": _EAGLE3, "peagle": _PEAGLE, "dspark": _BLOCK, "dflash": _BLOCK, "mtp": _MTP}
+FORMATS = {"eagle3": _EAGLE3, "peagle": _PEAGLE, "dspark": _BLOCK, "dflash": _BLOCK, "mtp": _MTP}

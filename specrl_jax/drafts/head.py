@@ -10,7 +10,7 @@ import numpy as np
 
 from specrl_jax.core import Params, branch, branches, nested, stand_in
 from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftModel, DraftOptions, VocabMap
-from specrl_jax.drafts.formats import FAMILIES, open_head
+from specrl_jax.drafts.formats import FORMATS, open_head
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
@@ -198,10 +198,10 @@ class TrainedHead(DraftModel[Cache]):
         dtype: str,
         target_path: str = "",
     ) -> None:
-        family = FAMILIES[self.kind]
+        formats = FORMATS[self.kind]
         ids = None if vocab_map is None else np.asarray(vocab_map)
-        tensors = family.formats[self.dialect].tensors(self.specs, params, dtype, ids=ids, target=target)
-        content = family.write(self.config, self.dialect, target, kind=self.kind, dtype=dtype, verifier=target_path)
+        tensors = formats.named[self.dialect].tensors(self.specs, params, dtype, ids=ids, target=target)
+        content = formats.write(self.config, self.dialect, target, kind=self.kind, dtype=dtype, verifier=target_path)
         save_folder(folder, tensors, content)
 
 

@@ -1,4 +1,4 @@
-"""What drafts made in one pass share: slots without a token, their attention in training, layers over pages.
+"""Slots of drafts made in one pass: the token of an empty one, their attention in training, layers over pages.
 
 In training a draft starts at each token of a row, or at some of them, the anchors: its slots stand behind these.
 """

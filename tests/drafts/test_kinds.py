@@ -18,7 +18,7 @@ from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts import eagle3, kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
-from specrl_jax.drafts.formats import FAMILIES
+from specrl_jax.drafts.formats import FORMATS
 from specrl_jax.drafts.kinds import check_options, make_method
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
@@ -200,9 +200,9 @@ def test_which_methods_copy_from_other_rollouts(options, expected):
 def test_the_table_lists_the_formats_that_checkpoints_have():
     """It repeats their names, since it imports no jax."""
     for kind in ("eagle3", "peagle", "mtp"):
-        assert kinds.KINDS[kind].formats == tuple(FAMILIES[kind].formats)
+        assert kinds.KINDS[kind].formats == tuple(FORMATS[kind].named)
     both = [*kinds.KINDS["dspark"].formats, *kinds.KINDS["dflash"].formats]
-    assert FAMILIES["dspark"] is FAMILIES["dflash"] and set(both) == set(FAMILIES["dspark"].formats)
+    assert FORMATS["dspark"] is FORMATS["dflash"] and set(both) == set(FORMATS["dspark"].named)
 
 
 def test_the_table_imports_no_jax():
