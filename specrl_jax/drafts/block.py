@@ -28,7 +28,7 @@ from specrl_jax.core import Params, ahead, branch, branches, nested, stand_in
 from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, confidence_logits
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftOptions, confidence_logits
 from specrl_jax.drafts.head import Angles, HeadConfig, TrainedHead
 from specrl_jax.drafts.one_pass import default_mask_token, paged_layers, slot_attention
 from specrl_jax.drafts.weights import Caches, Weights
@@ -43,11 +43,6 @@ from specrl_jax.sharding import Partitioner
 
 MARKOV_RANK = 256  # of a new head, at most a quarter of the target's width
 OWN = {True: ("dspark", "deepspec"), False: ("dflash", "zlab")}  # has it a Markov head -> its kind, that kind's format
-
-
-def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
-    """Return the drafter in draft.path, or a new one for the target; `dspark` has a Markov head. Raises InputError."""
-    return BlockDraft.make(options, target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, nested
-from specrl_jax.drafts.base import DraftMethod, DraftOptions
+from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.head import Angles, HeadConfig
 from specrl_jax.drafts.recurrent import RecurrentDraft
 from specrl_jax.models.attention import AttendRows
@@ -47,11 +47,6 @@ from specrl_jax.models.layers import (
 from specrl_jax.models.rotary import rotate
 
 _FEATURES = ("low", "middle", "high")
-
-
-def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
-    """Return the head in draft.path, or a new one for the target. Raises InputError."""
-    return Eagle3Draft.make(options, target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

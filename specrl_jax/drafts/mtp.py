@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested
-from specrl_jax.drafts.base import DraftMethod, DraftOptions
+from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.head import Angles, HeadConfig
 from specrl_jax.drafts.recurrent import RecurrentDraft
 from specrl_jax.errors import InputError
@@ -33,11 +33,6 @@ from specrl_jax.models import decoder
 from specrl_jax.models.attention import AttendRows
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm
-
-
-def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
-    """Return the head in draft.path, or a new one for the target. Raises InputError."""
-    return MTPDraft.make(options, target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from specrl_jax.core import Params, ahead, branch, nested, shift_left
 from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftOptions
 from specrl_jax.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_aux_layers
 from specrl_jax.drafts.head import HeadCache
 from specrl_jax.drafts.one_pass import default_mask_token, paged_layers, slot_attention
@@ -36,11 +36,6 @@ from specrl_jax.models import decoder
 from specrl_jax.models.attention import AttendRows
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs, layer_specs, rms_norm, table_spec
-
-
-def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
-    """Return the draft in draft.path, or a new one for the target. Raises InputError."""
-    return PEagleDraft.make(options, target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
