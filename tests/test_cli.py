@@ -19,11 +19,11 @@ from specrl_jax import cli
 from specrl_jax.config import TASKS, Config, schema
 from specrl_jax.config.page import values
 from specrl_jax.config.schema import keys
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts import eagle3
 from specrl_jax.errors import one_line_warnings
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
 
@@ -338,9 +338,9 @@ def save_checkpoints(folder):
     (folder / "no_config/config.json").unlink()
     (folder / "gemma/config.json").write_text('{"model_type": "gemma"}')
     head = eagle3.eagle3_config(model, 16)
-    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.param_specs(head))
+    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.Eagle3Draft(head).specs)
     for name, ids in (("head", np.arange(16)), ("head_of_strangers", np.arange(120, 136))):
-        eagle3_formats.save(str(folder / name), params, ids, config=head, target=model, dtype="float32")
+        EAGLE3_FOLDERS.save(str(folder / name), params, ids, config=head, target=model, dtype="float32")
     shutil.copytree(folder / "head", folder / "head_without_d2t")
     tensors = safetensors.numpy.load_file(folder / "head/model.safetensors")
     tensors.pop("d2t")
@@ -465,8 +465,8 @@ def test_what_a_config_has_for_another_policy_gives_way_to_policy_path(call, fil
 def test_what_the_bad_ones_were_made_from_is_good(files):
     model = decoder.preset("nano_deep")
     assert hf.load_config(str(files / "checkpoint")) == model
-    head = eagle3_formats.load_config(str(files / "head"), model)
-    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(files / "head"), head, model), np.arange(16))
+    head = EAGLE3_FOLDERS.load_config(str(files / "head"), model)
+    np.testing.assert_array_equal(EAGLE3_FOLDERS.load_vocab_map(str(files / "head"), head, model), np.arange(16))
 
 
 # ---- the workdir

@@ -17,11 +17,10 @@ from specrl_jax.core import Mean
 from specrl_jax.data.rows import make_rows, pack, packed, packed_rows
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3, peagle
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.peagle import peagle_network as peagle
-from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.peagle import PEagleDraft
 from specrl_jax.drafts.small_model import SmallModelDraft
 from specrl_jax.learner.draft_step import (
     DraftDiagnostics,

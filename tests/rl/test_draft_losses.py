@@ -16,10 +16,9 @@ import pytest
 
 from lossless_certify.distributions import rejection_chances, sequences, softmax
 from specrl_jax.core import DraftTerms, Mean
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.mtp import mtp_network as mtp
-from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
+from specrl_jax.drafts import eagle3, mtp
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.mtp import MTPDraft
 from specrl_jax.models import decoder
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
@@ -381,7 +380,7 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
 
 TARGET = decoder.DecoderConfig(24, 16, 7, heads=4, kv_heads=2, head_dim=8, mlp=24, tied=True, max_positions=64)
 EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
-HEADS = {"eagle3": (eagle3, EAGLE, (3,)), "mtp": (mtp, MTP, ())}  # and the shape of its features before D
+HEADS = {"eagle3": (EAGLE, (3,)), "mtp": (MTP, ())}  # and the shape of its features before D
 DRAFTS = {"eagle3": Eagle3Draft, "mtp": MTPDraft}
 LENGTHS = [[6, 7, 5], [11, 5]]  # tokens of the sequences of each packed row
 ROW = 18  # the second has two tokens of padding
@@ -405,14 +404,14 @@ def alone(arrays):
 @functools.cache
 def head_and_sequences(kind):
     """(head's parameters with its lm_head, arrays of each sequence by name)."""
-    module, config, features = HEADS[kind]
+    config, features = HEADS[kind]
     rng = np.random.default_rng(6)
 
     def draw(spec):
         scale = rng.uniform(0.5, 1.5, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape) / 3
         return scale.astype(np.float32)
 
-    params = jax.tree.map(draw, module.param_specs(config))
+    params = jax.tree.map(draw, DRAFTS[kind](config).specs)
     params |= {"unembed": rng.normal(size=(11, TARGET.embed)).astype(np.float32)}
     shapes = {"features": (*features, TARGET.embed), "embedded": (TARGET.embed,), "hidden": (TARGET.embed,)}
     lengths = [length for row in LENGTHS for length in row]
@@ -428,7 +427,7 @@ def head_and_sequences(kind):
 @functools.cache
 def losses_of_rows(kind):
     """(params, rows) -> {loss: [steps, B, T]}, through the head's unrolled pass."""
-    _, config, _ = HEADS[kind]
+    config, _ = HEADS[kind]
     table = np.random.default_rng(7).normal(size=(11, TARGET.embed)).astype("f4") / 2
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)

@@ -10,7 +10,6 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import DraftConfig, RolloutConfig, from_config_dict
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoint_reader import HostState
@@ -20,6 +19,7 @@ from specrl_jax.tasks import export as export_task
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
 from specrl_jax.training.initial import initial_state
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.policies import compiled, row_positions
 from tests.helpers.training import make_run, saved, with_config
 
@@ -48,7 +48,7 @@ def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
     """By the task's own config, as main.py builds it; which ids those are the checkpoint knows."""
     setup = make_run(rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path))
     _, draft = export(setup.learner, str(run[1]))
-    assert eagle3_formats.load_vocab_map(
+    assert EAGLE3_FOLDERS.load_vocab_map(
         draft, setup.learner.plan.draft.config, setup.learner.plan.model
     ).tolist() == list(range(3, 35))
 
@@ -64,7 +64,7 @@ def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     same(hf.load_params(policy, setup.learner.plan.model, setup.learner.plan.learner_partition), state.policy.params)
     draft = str(tmp_path / "draft")
     same(setup.learner.plan.draft.load(draft, setup.learner.plan.learner_partition), state.draft.params)
-    ids = eagle3_formats.load_vocab_map(draft, setup.learner.plan.draft.config, setup.learner.plan.model)
+    ids = EAGLE3_FOLDERS.load_vocab_map(draft, setup.learner.plan.draft.config, setup.learner.plan.model)
     np.testing.assert_array_equal(ids, state.vocab_map)
 
 

@@ -13,16 +13,14 @@ from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
-from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts import eagle3, mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.exact import final_probs
+from tests.helpers.head_folders import EAGLE3_FOLDERS, MTP_FOLDERS
 from tests.helpers.long import long_but
 from tests.helpers.policies import random_params
 from tests.helpers.runs import ROOT, arguments, make_call
@@ -56,24 +54,25 @@ def folders(tmp_path_factory):
     save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, dtype="float32")
     other = decoder.DecoderConfig(96, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
     save("other_words", hf.save_params, random_params(other), other, dtype="float32")
-    for dialect in mtp_formats.FORMATS:
+    for dialect in ("deepseek", "mimo"):
         head = mtp.mtp_config(NANO)
         save(
             f"mtp_{dialect}",
-            mtp_formats.save,
-            drawn(mtp.param_specs(head)),
-            head,
+            MTP_FOLDERS.save,
+            drawn(mtp.MTPDraft(head).specs),
+            config=head,
             target=NANO,
             dtype="float32",
             dialect=dialect,
         )
     head = mtp.mtp_config(SMALLER)
-    save("mtp_of_another", mtp_formats.save, drawn(mtp.param_specs(head)), head, target=SMALLER, dtype="float32")
+    params = drawn(mtp.MTPDraft(head).specs)
+    save("mtp_of_another", MTP_FOLDERS.save, params, config=head, target=SMALLER, dtype="float32")
     head = eagle3.eagle3_config(DEEP, 16)
     save(
         "eagle3",
-        eagle3_formats.save,
-        drawn(eagle3.param_specs(head)),
+        EAGLE3_FOLDERS.save,
+        drawn(eagle3.Eagle3Draft(head).specs),
         np.arange(16),
         config=head,
         target=DEEP,

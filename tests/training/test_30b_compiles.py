@@ -13,9 +13,9 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state

@@ -15,9 +15,9 @@ from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.learner.draft_step import DraftForward, make_draft_step
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step

@@ -10,8 +10,7 @@ import safetensors.numpy
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.base import DraftOptions
-from specrl_jax.drafts.block import block_network as network
-from specrl_jax.drafts.block.block_draft import BlockDraft
+from specrl_jax.drafts.block import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.models.rotary import Rope, Yarn
@@ -113,7 +112,8 @@ def test_a_drafter_with_layers_of_its_own_is_read_back(kind, dialect, tmp_path):
     own = {"heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "rope": Rope(300.0), "norm_epsilon": 1e-3}
     target = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(4.0, 64)), experts=4, experts_per_token=2, dense_mlp=20)
     config, folder = dataclasses.replace(CONFIGS[kind], **own), str(tmp_path)
-    draft, params = BlockDraft(config, dialect or OWN[kind]), drawn_params(network.param_specs(config))
+    draft = BlockDraft(config, dialect or OWN[kind])
+    params = drawn_params(draft.specs)
     draft.save(folder, params, IDS if draft.has_vocab_map else None, target=target, dtype="float32")
     assert make_method(DraftOptions(kind, path=folder), target).model.config == config
     written = read_config(tmp_path)
@@ -130,8 +130,18 @@ def write(folder, tensors):
     [
         ("dflash", (), {"hidden_size": 8}, "hidden_size=8, the policy has 16"),
         ("dflash", (), {"vocab_size": 25}, "vocab_size=25, the policy has 24"),
-        ("dflash", ("dflash_config",), {"target_layer_ids": [2, 1, 3]}, "must ascend within 0..4"),
-        ("dflash", ("dflash_config",), {"target_layer_ids": [1, 2, 5]}, "must ascend within 0..4"),
+        (
+            "dflash",
+            ("dflash_config",),
+            {"target_layer_ids": [2, 1, 3]},
+            "enters layers 3, 2, 4; they must ascend within 0..5",
+        ),
+        (
+            "dflash",
+            ("dflash_config",),
+            {"target_layer_ids": [1, 2, 5]},
+            "enters layers 2, 3, 6; they must ascend within 0..5",
+        ),
         ("dflash", ("dflash_config",), {"mask_token_id": 24}, "mask_token_id=24"),
         ("dflash", (), {"block_size": None}, "lacks 'block_size'"),
         ("dspark", (), {"markov_head_type": "rnn"}, "markov_head_type=rnn"),

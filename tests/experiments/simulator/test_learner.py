@@ -240,7 +240,7 @@ def test_a_head_adds_its_weights_and_cache():
     head = head_config(preset("qwen3_8b"), 32_000)
     (_, _, without), (_, _, with_head) = estimated(32), estimated(32, head)
     assert with_head.weights - without.weights == 2 * head_parameters(head) / 2
-    # recurrent.DraftCache: a hidden state of 4,096 numbers, whole, and 2,048 of keys and values, split.
+    # head.HeadCache: a hidden state of 4,096 numbers, whole, and 2,048 of keys and values, split.
     assert with_head.cache - without.cache == 32 / 4 * 4000 * (4_096 + 2_048 / 2) * 2
 
 
