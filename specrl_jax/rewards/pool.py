@@ -166,6 +166,7 @@ class Workers:
                         task.began = task.began or time.monotonic()
                     return found
                 self._changed.wait()
+                workers[place].idle = True
             return deque()
 
     def _serve(self, place: int, workers: list[WorkerProcess], tasks: deque[Task]) -> None:

@@ -51,6 +51,7 @@ class WorkerProcess(ChildProcess):
         self._count = len(names)
         self._hello: RewardWorkerHello | None = None
         self._number = 0  # of the last message
+        self.idle = True  # something may have happened to it since it last answered
 
     def hello(self) -> RewardWorkerHello:
         """Return what the worker said first; wait for it. Raises Lost."""
@@ -62,7 +63,10 @@ class WorkerProcess(ChildProcess):
         return self._hello
 
     def check(self, seconds: float) -> None:
-        """Raise Lost unless the worker has started and, if it had before, answers within `seconds`."""
+        """Raise Lost unless the worker has started and, if it had before, answers within `seconds`. Ask it if idle."""
+        if not self.idle:
+            return
+        self.idle = False
         if self._hello is None:
             self.hello()
             return

@@ -41,11 +41,15 @@ class Address(NamedTuple):
 
 
 class RolloutWorkerHello(NamedTuple):
-    """A worker's first message; the answer is why it cannot help, "" if it can."""
+    """A worker's first message; the answer is why it cannot help, "" if it can.
 
-    facts: str  # JSON, of io/agreement.py
-    name: str  # host and process
-    devices: int
+    Another process of the learner says only which it is, and gets no answer.
+    """
+
+    facts: str = ""  # JSON, of io/agreement.py
+    name: str = ""  # host and process
+    devices: int = 0
+    process: int = 0  # of the learner; 0: a worker
 
 
 Bounds = tuple[tuple[int, int], ...]  # start and stop along every axis

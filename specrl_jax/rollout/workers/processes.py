@@ -10,8 +10,6 @@ import enum
 import functools
 import json
 import queue
-import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -30,19 +28,13 @@ from specrl_jax.rollout.workers import transfer
 from specrl_jax.rollout.workers.messages import (
     Address,
     Offer,
-    accept,
-    check_key,
-    deadline,
-    listen,
+    RolloutWorkerHello,
     open_connection,
     own_address,
     receive,
     send,
 )
 from specrl_jax.rollout.workers.pool import OnProgress, Others, WorkerPool
-
-# All have connected after so long: they have met at the coordinator just before.
-CONNECT_SECONDS = 60.0
 
 T = TypeVar("T")
 # What the first process does in a call: (pool, called while it waits, what the others offer) -> result
@@ -202,41 +194,20 @@ def open_workers(config: Config, workdir: str) -> Iterator[First | Other]:
     Raises InputError in all processes.
     """
     host, wanted = config.pipeline.host, config.pipeline.workers
-    connections = connect_processes(host)
+    pool: WorkerPool | None = None
     with contextlib.ExitStack() as ending:
-        for connection in connections:
-            ending.enter_context(connection)
         with coordinator.refused_together():
-            process: First | Other
             if distributed.is_first_process():
                 facts = worker_facts(dataclasses.asdict(config), workdir)
-                process = First(ending.enter_context(WorkerPool(facts, host, workdir, wanted=wanted)), connections)
+                pool = ending.enter_context(WorkerPool(facts, host, workdir, wanted=wanted))
+        address = Address(*json.loads(coordinator.exchange(json.dumps(pool and pool.address))[0]))
+        with coordinator.refused_together():
+            process: First | Other
+            if pool:
+                process = First(pool, pool.processes(jax.process_count() - 1))
             else:
-                process = Other(*connections)
+                process = Other(ending.enter_context(_connect(address)))
         yield process
-
-
-def connect_processes(host: str) -> list[Connection]:
-    """Connect the first process to each of the others; return its connections to them, or theirs to it.
-
-    Args:
-      host: of the first process.
-    Raises:
-      InputError: in all processes, where one cannot be reached.
-    """
-    if jax.process_count() == 1:
-        return []
-    server, key = None, secrets.token_bytes(32)
-    with coordinator.refused_together():
-        if distributed.is_first_process():
-            server = listen(host)
-    here = json.dumps([*server.getsockname(), key.hex()]) if server else ""
-    address = Address(*json.loads(coordinator.exchange(here)[0]))
-    with coordinator.refused_together():
-        if server is None:
-            return [_connect(address)]
-        with server:
-            return _accept(server, key, jax.process_count() - 1)
 
 
 def _connect(address: Address) -> Connection:
@@ -244,26 +215,5 @@ def _connect(address: Address) -> Connection:
         connection = open_connection(address)
     except (OSError, EOFError) as error:
         raise InputError(f"pipeline.host: the first process does not answer at {address.host}: {error}") from None
-    send(connection, jax.process_index())
+    send(connection, RolloutWorkerHello(process=jax.process_index()))
     return connection
-
-
-def _accept(server: socket.socket, key: bytes, count: int) -> list[Connection]:
-    """Return the connections of `count` processes, in their order."""
-    found: dict[int, Connection] = {}
-    server.settimeout(CONNECT_SECONDS)
-    while len(found) < count:
-        try:
-            connection = accept(server)
-        except OSError:
-            raise InputError(
-                f"pipeline.host: {len(found)} of the learner's {count} other processes reached the first one within "
-                f"{CONNECT_SECONDS:g} s"
-            ) from None
-        try:
-            with deadline(connection):
-                check_key(connection, key)
-                found[receive(connection, int)] = connection
-        except Exception:  # a stranger
-            connection.close()
-    return [found[i] for i in sorted(found)]
