@@ -18,6 +18,7 @@ from absl.testing import flagsaver
 from specrl_jax import cli
 from specrl_jax.config import TASKS, Config, schema
 from specrl_jax.config.page import values
+from specrl_jax.config.renamed import RENAMED
 from specrl_jax.config.schema import keys
 from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
@@ -99,6 +100,12 @@ def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
 )
 def test_a_wrong_override_is_named(call, tmp_path, no_work, overrides, words):
     assert_refused(call, tmp_path, overrides, words)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_of_an_earlier_version_is_refused_in_a_line(call, tmp_path, no_work, old):
+    said = f"error: --config: there is no key '{old}' any more: {RENAMED[old]}\n"
+    assert call(arguments(f"--config.{old}=1", workdir=tmp_path / "run")) == (1, "", said)
 
 
 def test_a_missing_config_file_is_named(call, tmp_path, no_work):

@@ -38,9 +38,9 @@ def learner_changes(sizes: Sizes) -> dict[str, Any]:
         "policy.preset": sizes.preset,
         "policy.dtype": sizes.dtype,
         "policy.compute_dtype": sizes.dtype,
+        "rollout.max_prompt_tokens": prompt,
         # As in the configs of Qwen3.
         "policy.vocab_tile": PRESETS[sizes.preset].vocab // 16,
-        "rollout.max_prompt_tokens": prompt,
         "rollout.max_response_tokens": sizes.learner_tokens - prompt,
         "grpo.prompts_per_step": sizes.learner_prompts,
     }

@@ -40,19 +40,10 @@ class PolicyConfig:
         False, "in a mixture of experts: the learner takes the experts that the rollout's forward chose for each token"
     )
     vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0, high=INT32)
-    yarn_factor: float = key(
-        0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0, high=1000
-    )
-    yarn_original: int = key(32_768, "length of the pretraining that YaRN extends", "tokens", low=1, high=INT32)
     lora_rank: int = key(
         0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0, high=65_536
     )
     lora_alpha: float = key(32.0, "LoRA scale: W + alpha / rank * A B", above=0, high=1e6)
-    lora_targets: tuple[str, ...] = key(
-        ("q", "k", "v", "o", "gate", "up", "down"),
-        "matrices of each layer that get adapters",
-        choices=("q", "k", "v", "o", "gate", "up", "down"),
-    )
 
 
 @dataclasses.dataclass(frozen=True)

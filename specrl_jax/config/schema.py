@@ -5,6 +5,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 
+from specrl_jax.config.renamed import gone
 from specrl_jax.errors import InputError, Mistakes
 
 T = typing.TypeVar("T")
@@ -101,7 +102,8 @@ def build(section: type[T], values: Mapping[str, typing.Any], prefix: str = "") 
     mistakes, declared = Mistakes(), dict(members(section, prefix))
     for name in sorted(values.keys() ^ declared.keys()):
         with mistakes.check():
-            raise InputError(f"{prefix}{name}: {'there is no such key' if name in values else 'the key is missing'}")
+            unknown = gone(f"{prefix}{name}") or "there is no such key"
+            raise InputError(f"{prefix}{name}: {unknown if name in values else 'the key is missing'}")
     built: dict[str, typing.Any] = {}
     for name, member in declared.items():
         with mistakes.check():

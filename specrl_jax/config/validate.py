@@ -120,11 +120,7 @@ def _programs(config: Config, need: Requirement) -> None:
 def _policy(config: Config, need: Requirement) -> None:
     p = config.policy
     need("policy.preset", p.preset or p.path, "sizes are needed, from policy.preset or from policy.path")
-    need(
-        "policy.yarn_factor", not 0 < p.yarn_factor < 1, "at least 1 is needed, or 0 for the checkpoint's own positions"
-    )
     if p.lora_rank:
-        need("policy.lora_targets", p.lora_targets, "policy.lora_rank needs at least one matrix to adapt")
         adapts = config.task in ("train", "export", "dry_run")
         need("policy.lora_rank", adapts, f"adapters learn in task=train, not in task={config.task}")
         whole = config.optimizer.name == "muon"

@@ -88,14 +88,14 @@ def make_learner(plan: Plan) -> Learner:
     objective = Objective(**values, longest=config.rollout.max_response_tokens)
     optimizer = make_optimizer(config.optimizer)
     draft_optimizer = make_optimizer(_draft_optimizer(config.draft))
-    forward = _policy_forward(plan)
+    packing = make_packing(plan)
+    forward = _policy_forward(plan, packing)
     draft_forward = _draft_forward(plan, forward)
     # A draft that is trained in some steps is evaluated on all rows in the others.
     one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
     draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
     predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
     policy_step = make_policy_step(forward, objective, optimizer, partition=partition)
-    packing = make_packing(plan)
     programs = Programs(() if config.task in OF_TEXTS else packing.shapes)
     announced, update = programs.announced, programs.announced_update
     return Learner(
@@ -120,7 +120,7 @@ def make_learner(plan: Plan) -> Learner:
     )
 
 
-def _policy_forward(plan: Plan) -> PolicyForward:
+def _policy_forward(plan: Plan, packing: Packing) -> PolicyForward:
     policy, draft = plan.config.policy, plan.draft
     dtype = jnp.dtype(policy.compute_dtype)
     return PolicyForward(
@@ -131,7 +131,7 @@ def _policy_forward(plan: Plan) -> PolicyForward:
         temperature=plan.config.rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
-        lora=LoRA(policy.lora_rank, policy.lora_alpha, tuple(policy.lora_targets)) if policy.lora_rank else None,
+        lora=LoRA(policy.lora_rank, policy.lora_alpha) if policy.lora_rank else None,
         attention=find_attention(policy.attention, plan.model.head_dim, dtype, partition=plan.learner_partition),
     )
 

@@ -18,7 +18,6 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
-from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.planning.cache_size import check_cache_length, most_pages, page_bytes, with_pages
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
@@ -116,7 +115,7 @@ def learner_mesh(config: Config) -> Mesh:
 def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
     """Return the preset's sizes; a checkpoint must have the same but for the length it was trained for.
 
-    An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
+    An empty preset stands for the checkpoint's sizes. YaRN comes from the checkpoint's rope_scaling alone.
 
     Raises InputError for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
     """
@@ -133,10 +132,7 @@ def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
         hf.check_params(policy.path, found)
         sizes = found
     assert sizes is not None  # of one of the two
-    if not policy.yarn_factor:
-        return sizes
-    yarn = Yarn(policy.yarn_factor, policy.yarn_original)
-    return dataclasses.replace(sizes, rope=Rope(sizes.rope.theta, yarn))
+    return sizes
 
 
 def _unstretched(sizes: decoder.DecoderConfig) -> decoder.DecoderConfig:

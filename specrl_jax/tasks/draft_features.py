@@ -61,7 +61,6 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
         "prompt format": [getattr(config.data, x) for x in PROMPT_KEYS],
         "sampling": [config.rollout.temperature, config.rollout.top_k, config.rollout.top_p],
         "noise": 0 if config.pretrain.answers else config.rollout.seed + ANSWERS_SEED_OFFSET,
-        "yarn": [config.policy.yarn_factor, config.policy.yarn_original],
         "aux_layers": list(learner.forward.aux_layers),
         "dtype": config.policy.compute_dtype,
         "length": plan.sequence_tokens,

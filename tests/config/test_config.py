@@ -3,13 +3,15 @@
 import importlib
 import operator
 import pathlib
+import re
 
 import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax.config import Config, base, from_config_dict, recipes
 from specrl_jax.config.page import page
-from specrl_jax.config.schema import keys
+from specrl_jax.config.renamed import RENAMED
+from specrl_jax.config.schema import build, keys
 from specrl_jax.config.validate import validate
 from specrl_jax.data.schemas import SCHEMAS
 from specrl_jax.data.tasks import TASKS
@@ -20,7 +22,6 @@ from specrl_jax.errors import InputError
 from specrl_jax.learner.optimizer import OPTIMIZERS
 from specrl_jax.models.attention import ATTENTION
 from specrl_jax.models.decoder import PRESETS
-from specrl_jax.models.lora import EQUATIONS
 from specrl_jax.rewards.worker import NAMES
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.aggregation import AGGREGATIONS
@@ -31,6 +32,8 @@ from specrl_jax.rl.objectives import KL_ESTIMATORS, OLD_LOGPROBS, SURROGATES
 ROOT = pathlib.Path(__file__).parents[2]
 KEYS = {key.name: key for key in keys(Config)}
 CONFIGS = recipes.names()
+SECTIONS = "|".join(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
+FILES = {"config.json"}  # which look like keys
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,6 @@ CONFIGS = recipes.names()
         ("policy.preset", ["", *PRESETS]),
         ("draft.preset", ["", *PRESETS]),
         ("policy.attention", ["auto", *ATTENTION]),
-        ("policy.lora_targets", EQUATIONS),
         ("draft.kind", [*KINDS, "auto"]),
         ("draft.dialect", ["", *dict.fromkeys(name for kind in KINDS.values() for name in kind.formats)]),
         ("draft.loss", LOSSES),
@@ -106,6 +108,21 @@ def test_a_missing_or_unknown_key_is_refused():
         del c.grpo.minibatches
     with pytest.raises(InputError, match=r"grpo\.minibatches"):
         from_config_dict(c)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_of_an_earlier_version_is_refused_with_what_to_write_now(old):
+    section, _, name = old.rpartition(".")
+    assert old not in KEYS and set(re.findall(rf"\b(?:{SECTIONS})\.[a-z_]+", RENAMED[old])) <= {*KEYS, *FILES}
+    said = re.escape(f"there is no key '{old}' any more: {RENAMED[old]}")
+    keys = base()[section] if section else base()
+    for use in (lambda: setattr(keys, name, 1), lambda: getattr(keys, name)):
+        with pytest.raises(AttributeError, match=said):
+            use()
+    with keys.unlocked():
+        keys[name] = 1
+    with pytest.raises(InputError, match=said):
+        build(Config, {**base().to_dict(), section: keys.to_dict()})
 
 
 def variants():

@@ -197,7 +197,7 @@ def open_mine(tmp_path):
     rows = [f'{{"prompt": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     found = {"policy.preset": "nano_deep", "policy.path": "", "data.path": f"{tmp_path}/rows.jsonl"}
-    found |= {"data.tokenizer": "char", "policy.yarn_factor": 0.0}
+    found |= {"data.tokenizer": "char"}
 
     def make(task, **changes):
         c = with_values(from_config_dict(mine.get_config()), found | changes)

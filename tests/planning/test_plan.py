@@ -1,15 +1,12 @@
 """Shapes of an engine: the sizes a batch shrinks to, prompts prefilled at once, groups to copy from, draft lengths."""
 
-import dataclasses
-
 import jax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import Config, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig, from_config_dict
+from specrl_jax.config import Config, DraftConfig, GRPOConfig, RolloutConfig, from_config_dict
 from specrl_jax.errors import InputError
-from specrl_jax.models.rotary import Rope, Yarn
-from specrl_jax.planning.plan import draft_lengths, find_limits, make_plan, policy_sizes
+from specrl_jax.planning.plan import draft_lengths, find_limits, make_plan
 from specrl_jax.sharding import make_mesh
 
 
@@ -114,18 +111,3 @@ def test_a_prefill_takes_no_more_prompts_than_keep_a_device_busy(prompt, prefill
     sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64, prefill_tokens=prefill)
     config = Config(rollout=sizes, grpo=GRPOConfig(prompts_per_step=64, group_size=1))
     assert find_limits(config, 1, False).prefill_rows == rows
-
-
-# ---- longer sequences than the policy was made for
-
-
-def policy_settings(**changes):
-    config = rlzero_tiny.get_config("smoke").policy
-    return PolicyConfig(**{**config, "preset": "nano", **changes})
-
-
-def test_yarn_stretches_the_positions():
-    plain, stretched = policy_sizes(policy_settings()), policy_sizes(policy_settings(yarn_factor=4.0))
-    assert (plain.longest, stretched.longest) == (4096, 4 * 32_768)
-    assert stretched == dataclasses.replace(plain, rope=Rope(1e6, Yarn(4.0, 32_768)))
-    assert policy_sizes(policy_settings(yarn_factor=2.0, yarn_original=4096)).longest == 8192

@@ -247,7 +247,6 @@ def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
         ({"data": {"template": "Q: {prompt}"}}, "prompt format"),
         ({"data": {"prompt_key": "question"}}, "prompt format"),
         ({"seed": 1}, "prompt order"),
-        ({"policy": {"yarn_factor": 2.0}}, "yarn"),
     ],
     ids=str,
 )

@@ -1,0 +1,35 @@
+"""Keys of version 0.1 that there are no more, each with what to write now; imports no jax.
+
+A line a key, which the error for an unknown key of the command line, of a config file and of a workdir shows.
+"""
+
+from ml_collections import ConfigDict
+
+RENAMED = {
+    "policy.yarn_factor": "write rope_scaling of type yarn into the config.json of policy.path",
+    "policy.yarn_original": "write rope_scaling of type yarn into the config.json of policy.path",
+    "policy.lora_targets": "all matrices of a layer get adapters; policy.lora_rank alone says how large",
+}
+
+
+def gone(name: str) -> str:
+    """Return what to say of a key that an earlier version had; "" for any other name."""
+    return f"there is no key '{name}' any more: {RENAMED[name]}" if name in RENAMED else ""
+
+
+class Section(ConfigDict):
+    """A ConfigDict whose error for an unknown name says what an earlier version's key is called now."""
+
+    _prefix = ""  # "section."; of the keys of the section
+
+    @classmethod
+    def of(cls, values: dict[str, object], prefix: str = "") -> "Section":
+        """Return the keys of nested `values`, where each dict is a section."""
+        section = cls()
+        object.__setattr__(section, "_prefix", prefix)
+        for name, value in values.items():
+            section[name] = cls.of(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        return section
+
+    def _generate_did_you_mean_message(self, request: object, message: str = "") -> str:
+        return gone(f"{self._prefix}{request}") or super()._generate_did_you_mean_message(request, message)
