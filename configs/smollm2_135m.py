@@ -37,7 +37,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.steps = 150
     c.policy.preset = ""
     c.policy.path = "checkpoints/smollm2-135m"
-    c.policy.vocab_tile = 6_144  # an eighth of the vocabulary
     c.policy.remat = "none"
     c.data.path = "experiments/smollm/problems/train.jsonl"
     c.data.schema = "question"

@@ -20,6 +20,7 @@ from experiments.simulator.rollout import LENGTHS, cumulative_acceptance
 from experiments.simulator.scenario import Points, Scenario, points
 from specrl_jax.drafts.sizes import ONE_PASS, Head, priced_head
 from specrl_jax.errors import InputError
+from specrl_jax.learner.batch import TILE_BYTES
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.decoder import DecoderConfig, preset
 from specrl_jax.models.flops import BYTES
@@ -84,7 +85,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             remat=c.policy.remat,
             ttt_steps=c.draft.ttt_steps if trained_head else 0,
             anchor_stride=c.draft.anchor_stride,
-            tiled=c.policy.vocab_tile > 0,
+            tiled=4 * (c.rollout.max_prompt_tokens + limit) * model.vocab > TILE_BYTES,
         ),
         rollout_split=split,
         learner_split=split,

@@ -39,7 +39,6 @@ class PolicyConfig:
     router_replay: bool = key(
         False, "in a mixture of experts: the learner takes the experts that the rollout's forward chose for each token"
     )
-    vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0, high=INT32)
     lora_rank: int = key(
         0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0, high=65_536
     )

@@ -68,7 +68,6 @@ def qwen3_rl() -> ConfigDict:
     c = base()
     c.policy.dtype = "bfloat16"
     c.policy.compute_dtype = "bfloat16"
-    c.policy.vocab_tile = 9_496  # a 16th of the vocabulary
     c.rollout.cache_dtype = "bfloat16"
     c.rollout.compute_dtype = "bfloat16"
     c.rollout.chunk = 64
@@ -116,7 +115,6 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.steps = 2
     c.policy.preset = preset
     c.policy.path = ""
-    c.policy.vocab_tile = 64
     c.draft.vocab_size = 32
     c.draft.length = 1  # few programs
     c.draft.compare_rounds = 2

@@ -6,6 +6,7 @@ A line a key, which the error for an unknown key of the command line, of a confi
 from ml_collections import ConfigDict
 
 RENAMED = {
+    "policy.vocab_tile": "it follows from the tokens of a microbatch, grpo.microbatch_tokens",
     "policy.yarn_factor": "write rope_scaling of type yarn into the config.json of policy.path",
     "policy.yarn_original": "write rope_scaling of type yarn into the config.json of policy.path",
     "policy.lora_targets": "all matrices of a layer get adapters; policy.lora_rank alone says how large",

@@ -90,8 +90,6 @@ def _fewer_temporaries(config: Config, num_shards: int) -> str:
         return "policy.remat=full"
     if not tokens or tokens > least:
         return f"grpo.microbatch_tokens={least}: one row for each of the {num_shards} parts of a batch"
-    if not config.policy.vocab_tile:
-        return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
     return f"shorter rows (rollout.max_response_tokens={config.rollout.max_response_tokens}) or a larger mesh.tensor"
 
 

@@ -12,8 +12,7 @@ from specrl_jax.errors import InputError
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's allocators
 _LEARNER = (
     "grpo.microbatch_tokens",
-    "fewer take less, as do policy.vocab_tile, policy.remat=full, more grpo.minibatches, and a policy.attention other "
-    "than xla",
+    "fewer take less, as do policy.remat=full, more grpo.minibatches, and a policy.attention other than xla",
 )
 _ROLLOUTS = (
     "rollout.cache_gb, rollout.num_slots",

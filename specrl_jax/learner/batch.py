@@ -31,6 +31,8 @@ MICROBATCHES, LEAST_TOKENS = 32, 1024
 # Room for the sampling masks of a row, ids a token: all that a top-k up to EXACT can keep; else IDS, since what top-p
 # cuts usually leaves a few.
 EXACT, IDS = 32, 8
+# Of the float32 logits that exist at once on a device.
+TILE_BYTES = 2**26
 
 
 class TrainingBatch(NamedTuple):
@@ -107,6 +109,15 @@ class Packing(NamedTuple):
             wanted = max(math.ceil(shared / MICROBATCHES), LEAST_TOKENS // tokens)
             shared = max(1, min(shared, wanted, self.microbatch_tokens // tokens // self.num_shards))
         return self.num_shards * shared
+
+    def vocab_tile(self, vocab: int, shards: int = 1) -> int:
+        """Return the vocabulary entries that are unembedded at once, on all devices; 0: all.
+
+        Of `vocab` entries over `shards` devices: the float32 logits of a microbatch take TILE_BYTES a device, at most.
+        """
+        tokens = max(math.prod(shape) for shape in self.shapes) // (self.num_shards * self.sequence_shards)
+        tiles = power_of_two(math.ceil(4 * tokens * vocab / shards / TILE_BYTES))
+        return -(-vocab // tiles) if tiles > 1 else 0
 
     def rows(self, needed: int, tokens: int) -> int:
         """Return the rows of a part that needs `needed` of `tokens`: full microbatches."""

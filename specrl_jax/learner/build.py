@@ -127,7 +127,7 @@ def _policy_forward(plan: Plan, packing: Packing) -> PolicyForward:
         model=plan.model,
         dtype=dtype,
         remat=policy.remat,
-        vocab_tile=policy.vocab_tile,
+        vocab_tile=packing.vocab_tile(plan.model.vocab, plan.learner_partition.num_shards("vocab")),
         temperature=plan.config.rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),

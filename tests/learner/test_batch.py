@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
 from specrl_jax.decoding.rollouts import NO_EXPERTS
-from specrl_jax.learner.batch import MICROBATCHES, Packing, TrainingBatch, ids_per_row, learner_batch, pack_parts
+from specrl_jax.learner.batch import (
+    MICROBATCHES,
+    TILE_BYTES,
+    Packing,
+    TrainingBatch,
+    ids_per_row,
+    learner_batch,
+    pack_parts,
+)
 from specrl_jax.rl.objectives import LossInputs, Objective
 from tests.helpers.long import long_but
 from tests.helpers.updates import update_policy
@@ -91,6 +99,16 @@ def test_a_microbatch_is_a_part_of_the_most_rows_that_rollouts_can_need(limit, r
     # One microbatch of all is no larger than they can need.
     worst = pack_parts(np.full(rollouts, limit), whole)
     assert len(set(worst.row)) > worst.rows - shards
+
+
+@given(st.sampled_from([100, 151_936]), st.sampled_from([1, 4]), st.sampled_from([0, 1600, 81_920]))
+def test_the_logits_of_a_vocabulary_tile_are_bounded(vocab, shards, microbatch_tokens):
+    packing = Packing(10_240, num_shards=2, sequence_shards=2, microbatch_tokens=microbatch_tokens, rollouts=512)
+    tokens = max(rows * length for rows, length in packing.shapes) / 4
+    tile = packing.vocab_tile(vocab, shards)
+    logits = [4 * tokens * entries / shards for entries in (tile or vocab, vocab)]
+    assert logits[0] <= TILE_BYTES + 4 * tokens and bool(tile) == (logits[1] > TILE_BYTES)
+    assert tile == 0 or tile > TILE_BYTES * shards / (8 * tokens) - 1  # no smaller than it must be
 
 
 def test_of_long_tailed_rollouts_few_tokens_are_padding():

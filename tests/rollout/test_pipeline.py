@@ -325,7 +325,6 @@ def run_of(**pipeline):
     config.checkpoint.update({"every": 2, "keep": 9})
     config.pipeline.update({"rollout_devices": 2} | pipeline)
     config.mesh.update({"fsdp": 2, "data": 3})
-    config.policy.vocab_tile = 0
     mesh = make_mesh(config.mesh.to_dict(), learner_devices(2))
     return make_run(config, mesh, FunctionScorer(lower_case))
 
