@@ -85,7 +85,7 @@ TRAINED = {
     "eagle3_1200": [*LONG, "draft.kind=eagle3"],
     "eagle3_600": [*LONG, "draft.kind=eagle3", "steps=600"],
     "peagle": [*ONE_PASS, "draft.kind=peagle"],
-    "dflash": [*ONE_PASS, "draft.kind=dflash", "draft.slots=8"],
+    "dflash": [*ONE_PASS, "draft.kind=dflash"],
     "mtp": ["draft.kind=mtp", "draft.vocab_size=0"],
 }
 # Trained for every base of these workloads; else for the base of seed 0 alone.

@@ -291,7 +291,6 @@ def test_a_config_is_needed(call):
         (["policy.preset=nano_moe", "draft.kind=mtp"], ["draft.kind=mtp", "mixture-of-experts", "eagle3"]),
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),
-        (["draft.vocab_size=32", "draft.min_coverage=0.0"], ["draft.vocab_size=32", "draft.min_coverage"]),
         (
             ["task=evaluate", "draft.vocab_size=32"],
             ["draft.vocab_size=32", "task=draft_pretrain", "draft.path", "draft.kind=none"],

@@ -18,6 +18,7 @@ from experiments.simulator.lengths import LogNormalLengths
 from experiments.simulator.report import report
 from experiments.simulator.rollout import LENGTHS, cumulative_acceptance
 from experiments.simulator.scenario import Points, Scenario, points
+from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.sizes import ONE_PASS, Head, priced_head
 from specrl_jax.errors import InputError
 from specrl_jax.learner.batch import TILE_BYTES
@@ -48,8 +49,8 @@ def run(f: flags.FlagValues) -> None:
 
 
 def make_head(model: DecoderConfig, c: ConfigDict) -> Head:
-    d = c.draft
-    return priced_head(d.kind, model, max(0, d.vocab_size), slots=d.slots, layers=d.layers)
+    new = DraftOptions(c.draft.kind)
+    return priced_head(new.kind, model, max(0, c.draft.vocab_size), slots=new.slots, layers=new.layers)
 
 
 def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:

@@ -80,13 +80,9 @@ class DraftConfig:
         True, "choose k from 0, 1, 2, 3, 5, 7 below draft.length and itself by measured cost and acceptance"
     )
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
-    slots: int = key(7, "dspark, dflash: slots of a new drafter's block", "slots", low=2, high=MAX_LENGTH)
-    layers: int = key(2, "peagle, dspark, dflash: layers of a new drafter", "layers", low=1, high=64)
     anchor_stride: int = key(
         1, "peagle, dspark, dflash: in an update a draft starts every n tokens", "tokens", low=1, high=1024
     )
-    match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
-    match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
     cascade: int = key(
         0, "match length from which a copy overrides a draft with weights; 0 = never", "tokens", low=0, high=8
     )
@@ -95,10 +91,6 @@ class DraftConfig:
     epochs: int = key(1, "passes over the features of a policy update", low=1, high=1000)
     minibatches: int = key(1, "draft updates per pass", "updates", low=1, high=65_536)
     update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1, high=INT32)
-    min_coverage: float = key(
-        0.9, "share of tokens that a reduced vocabulary covers, else it is chosen again; 0 = never", low=0, below=1
-    )
-    optimizer: str = key("adamw", "optimizer of the draft, as optimizer.name", choices=("adamw", "muon"))
     learning_rate: float = key(1e-4, "learning rate after the warm-up", low=0, high=1e6)
     warmup: int = key(0, "length of the warm-up", "updates", low=0, high=INT32)
     decay_steps: int = key(
@@ -119,7 +111,6 @@ class DraftConfig:
     replay_updates: int = key(
         0, "further updates of a step, from the texts of earlier steps; 0 = none", "updates", low=0, high=65_536
     )
-    replay_steps: int = key(4, "steps whose texts are kept for further updates", "steps", low=1, high=1024)
     replay_idle: bool = key(False, "make further updates only while the learner waits for rollouts")
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(

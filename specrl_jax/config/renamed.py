@@ -10,6 +10,13 @@ RENAMED = {
     "policy.yarn_factor": "write rope_scaling of type yarn into the config.json of policy.path",
     "policy.yarn_original": "write rope_scaling of type yarn into the config.json of policy.path",
     "policy.lora_targets": "all matrices of a layer get adapters; policy.lora_rank alone says how large",
+    "draft.slots": "a new drafter has the sizes of published ones (docs/draft_training.md)",
+    "draft.layers": "a new drafter has the sizes of published ones (docs/draft_training.md)",
+    "draft.match_min": "2 tokens, always",
+    "draft.match_max": "8 tokens, always",
+    "draft.replay_steps": "4 steps, always",
+    "draft.optimizer": "optimizer.name is the draft's too",
+    "draft.min_coverage": "0.9, always",
 }
 
 

@@ -50,8 +50,9 @@ def has_weights(kind: str) -> bool:
 
 
 def draft_options(draft: DraftConfig) -> DraftOptions:
-    """Return the keys that choose and size a draft."""
-    return DraftOptions(**{field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftOptions)})
+    """Return the keys that choose a draft; a new one has the sizes that are the defaults of DraftOptions."""
+    names = {field.name for field in dataclasses.fields(DraftOptions)} & vars(draft).keys()
+    return DraftOptions(**{name: getattr(draft, name) for name in names})
 
 
 def _draft(config: Config, need: Requirement) -> None:

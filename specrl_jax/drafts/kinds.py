@@ -72,11 +72,6 @@ def check_options(options: "DraftOptions") -> None:
         raise InputError(f"draft.preset={options.preset}: it sizes a draft.kind=model without draft.path; leave ''")
     if not kind.has_weights and options.cascade:
         raise InputError(f"draft.cascade={options.cascade} overrides a draft with weights; draft.kind={name} has none")
-    if options.match_max > MAX_MATCH:
-        raise InputError(f"draft.match_max={options.match_max}: at most {MAX_MATCH} tokens are compared")
-    key, length = ("cascade", options.cascade) if kind.has_weights else ("match_min", options.match_min)
-    if not 1 <= length <= options.match_max and not (kind.has_weights and length == 0):
-        raise InputError(f"draft.{key}={length}: 1 to draft.match_max={options.match_max} tokens")
 
 
 def make_method(options: "DraftOptions", target: "DecoderConfig") -> "DraftMethod":

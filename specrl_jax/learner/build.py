@@ -87,7 +87,7 @@ def make_learner(plan: Plan) -> Learner:
     values = {name: getattr(config.grpo, name) for name in names}
     objective = Objective(**values, longest=config.rollout.max_response_tokens)
     optimizer = make_optimizer(config.optimizer)
-    draft_optimizer = make_optimizer(_draft_optimizer(config.draft))
+    draft_optimizer = make_optimizer(_draft_optimizer(config.optimizer.name, config.draft))
     packing = make_packing(plan)
     forward = _policy_forward(plan, packing)
     draft_forward = _draft_forward(plan, forward)
@@ -152,9 +152,9 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
     )
 
 
-def _draft_optimizer(draft: DraftConfig) -> OptimizerConfig:
+def _draft_optimizer(name: str, draft: DraftConfig) -> OptimizerConfig:
     return OptimizerConfig(
-        name=draft.optimizer,
+        name=name,
         learning_rate=draft.learning_rate,
         warmup=draft.warmup,
         clip=draft.clip,

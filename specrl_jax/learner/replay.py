@@ -24,6 +24,7 @@ from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.serialize import Packed, unpack
 
+STEPS_KEPT = 4  # whose texts are learned from again
 REPLAY = "replay"  # name of the texts among a checkpoint's values, and the beginning of the names of their arrays
 
 
@@ -36,7 +37,7 @@ class Replay:
         packed = Packed(saved.values.get(REPLAY, []), dict(saved.arrays)) if saved else Packed([], {})
         # A run may go on with more devices than packed the rows.
         texts = [divisible(rows, self._shares, learner.packing) for rows in unpack(list[Rows], packed)]
-        self.texts = deque(texts, maxlen=self._draft.replay_steps)
+        self.texts = deque(texts, maxlen=STEPS_KEPT)
 
     @property
     def _shares(self) -> int:

@@ -303,7 +303,8 @@ class _Sizing(NamedTuple):
         if not KINDS[d.kind].has_weights:
             return None
         draft_vocab = min(vocab, DRAFT_VOCAB) if d.vocab_size == -1 else d.vocab_size
-        return priced_head(d.kind, self.model, draft_vocab, slots=d.slots, layers=d.layers)
+        new = draft_options(d)
+        return priced_head(d.kind, self.model, draft_vocab, slots=new.slots, layers=new.layers)
 
     def free_slots(self) -> int:
         """Return how many sequences of all devices find pages for their live tokens beside the rest; at least one a

@@ -270,12 +270,12 @@ def _check_draft(plan: Plan) -> None:
         within = getattr(d, key) <= draft.longest
         need(f"draft.{key}", within, f"a block of this drafter has {draft.longest} drafts")
     # What is exported has been chosen: the checkpoint holds it.
-    chooses = config.task in ("draft_pretrain", "export") or (config.task == "train" and d.online and d.min_coverage)
+    chooses = config.task in ("draft_pretrain", "export") or (config.task == "train" and d.online)
     need(
         "draft.vocab_size",
         d.path or draft.vocab >= plan.model.vocab or chooses,
-        "which ids those are is found out by task=draft_pretrain, and by training with draft.online and "
-        "draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)",
+        "which ids those are is found out by task=draft_pretrain, and by training with draft.online; give a "
+        "draft.path, or leave 0, or do without (draft.kind=none)",
     )
 
 

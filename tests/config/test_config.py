@@ -16,6 +16,7 @@ from specrl_jax.config.validate import validate
 from specrl_jax.data.schemas import SCHEMAS
 from specrl_jax.data.tasks import TASKS
 from specrl_jax.decoding.sampling import RULES
+from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, MAX_MATCH
 from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.errors import InputError
@@ -45,7 +46,6 @@ FILES = {"config.json"}  # which look like keys
         ("draft.kind", [*KINDS, "auto"]),
         ("draft.dialect", ["", *dict.fromkeys(name for kind in KINDS.values() for name in kind.formats)]),
         ("draft.loss", LOSSES),
-        ("draft.optimizer", OPTIMIZERS),
         ("optimizer.name", OPTIMIZERS),
         ("rollout.rule", RULES),
         ("grpo.advantage", ADVANTAGES),
@@ -64,7 +64,7 @@ def test_the_choices_of_a_key_are_the_librarys(key, table):
 
 
 def test_the_longest_match_is_the_librarys():
-    assert KEYS["draft.match_max"].high == MAX_MATCH
+    assert KEYS["draft.cascade"].high == MAX_MATCH == DraftOptions("ngram").match_max
 
 
 def test_help_texts_name_every_built_in_reward_and_schema():

@@ -156,11 +156,6 @@ def test_none_switches_off_whatever_the_config_would_draft_with():
         ({"kind": "model"}, ["draft.kind=model", "draft.path", "draft.preset"]),
         ({"kind": "model", "path": "a/b", "preset": "nano"}, ["draft.preset=nano", "without draft.path", "leave ''"]),
         ({"kind": "mtp", "preset": "nano"}, ["draft.preset=nano", "draft.kind=model", "leave ''"]),
-        ({"kind": "ngram", "match_max": 9}, ["draft.match_max=9", "8"]),
-        ({"kind": "ngram", "match_min": 0}, ["draft.match_min=0", "1 to draft.match_max=8"]),
-        ({"kind": "ngram", "match_min": 5, "match_max": 4}, ["draft.match_min=5", "1 to draft.match_max=4"]),
-        ({"kind": "eagle3", "cascade": -1}, ["draft.cascade=-1", "1 to draft.match_max=8"]),
-        ({"kind": "eagle3", "cascade": 5, "match_max": 4}, ["draft.cascade=5", "1 to draft.match_max=4"]),
     ],
     ids=str,
 )

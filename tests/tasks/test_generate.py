@@ -32,7 +32,7 @@ SMALLER = decoder.DecoderConfig(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
 ROLLOUT = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12, num_slots=6, top_k=50, top_p=0.95)
-DRAFT = DraftConfig(length=2, adaptive=False, match_min=1)
+DRAFT = DraftConfig(length=2, adaptive=False)
 
 
 def one_device():

@@ -161,10 +161,10 @@ def test_the_kind_and_the_length_must_fit_the_block(tmp_path):
 @pytest.mark.parametrize("key", ["length", "ttt_steps"])
 def test_a_run_whose_drafts_are_longer_than_a_block_is_refused(key):
     config = rlzero_tiny.get_config("smoke")
-    config.draft.update({"kind": "dflash", "slots": 4, "length": 3, "ttt_steps": 3})
-    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 3
-    config.draft[key] = 4
-    with pytest.raises(InputError, match=rf"draft\.{key}=4: a block of this drafter has 3 drafts"):
+    config.draft.update({"kind": "dspark", "length": 7, "ttt_steps": 7})
+    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 7
+    config.draft[key] = 8
+    with pytest.raises(InputError, match=rf"draft\.{key}=8: a block of this drafter has 7 drafts"):
         make_plan(from_config_dict(config), ONE.mesh)
 
 

@@ -100,7 +100,7 @@ def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, s
     """16 rows of 16 tokens, three drafts of a block of seven; attention counts all pairs there, half of them here."""
     B, T, steps, model = 16, 16, 3, preset("nano_deep")
     config = from_config_dict(rlzero_8b.get_config("smoke"))
-    values = {"kind": kind, "vocab_size": 0, "ttt_steps": steps, "anchor_stride": stride, "slots": 7, "layers": 2}
+    values = {"kind": kind, "vocab_size": 0, "ttt_steps": steps, "anchor_stride": stride}
     values = {f"draft.{name}": value for name, value in values.items()}
     learner = make_learner(make_plan(with_values(config, values), make_mesh({}, jax.devices()[:1])))
     ints, floats, mask = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
