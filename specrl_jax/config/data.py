@@ -21,8 +21,20 @@ class RewardConfig:
     correct_from: float = key(
         1.0, "first reward from which a response is correct, where the reward does not say", low=-1e30, high=1e30
     )
-    timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0, high=86_400)
-    workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0, high=1024)
+    timeout: float = key(
+        10.0,
+        "time for one response; a reward that takes longer counts 0, a step of an environment ends its rollout so",
+        "s",
+        above=0,
+        high=86_400,
+    )
+    workers: int = key(
+        0,
+        "processes of rewards, and as many of an environment; 0 = one per core, at most 8",
+        "processes",
+        low=0,
+        high=1024,
+    )
     memory: float = key(4.0, "memory of each reward process", "GiB", above=0, high=65_536)
     # Of the reward `code`.
     tests: str = key(
@@ -30,24 +42,11 @@ class RewardConfig:
         "what code pays: all = 1 if a program passes every test of its row, else 0; share = the share that it passes",
         choices=("all", "share"),
     )
-    test_seconds: float = key(
-        6.0,
-        "time for each test of a program; at least 1 s less than reward.timeout, which is for all",
-        "s",
-        above=0,
-        high=86_400,
-    )
-    test_memory: float = key(1.0, "memory of each process of a program", "GiB", low=0.0625, high=65_536)
-    test_output: float = key(1.0, "most that a program prints in a test", "MiB", above=0, high=1024)
-    test_processes: int = key(32, "most processes and threads of a program and tests", "processes", low=1, high=4096)
-    test_disk: float = key(16.0, "size of a program's /tmp, under bubblewrap", "MiB", above=0, high=65_536)
     sandbox: str = key(
         "auto",
-        "where code runs programs: bubblewrap, landlock (as root), http (a SandboxFusion server), or auto = the first "
-        "of bubblewrap and landlock that works",
-        choices=("auto", "bubblewrap", "landlock", "http"),
+        "where code runs programs: bubblewrap, landlock (as root), http://HOST:PORT of a SandboxFusion server, or auto "
+        "= the first of bubblewrap and landlock that works",
     )
-    sandbox_url: str = key("", "http://HOST:PORT of the server, for reward.sandbox=http")
     sandbox_python: str = key(
         "",
         "Python of programs, such as a virtual environment's; '' = that of this run without its packages, or "
@@ -71,11 +70,10 @@ class DataConfig:
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
     schema: str = key(
         "",
-        "gsm8k, dapo, verl, math, question, apps, livecodebench, mbpp, mbpp_sanitized, humaneval, kodcode, keys (those "
-        "below): for all files, or one each with commas; '' = keys; auto = by the columns of each file's first row",
+        "gsm8k, dapo, verl, math, question, apps, livecodebench, mbpp, mbpp_sanitized, humaneval, kodcode, or two "
+        "columns PROMPT:ANSWER, where a.b reads inside an object: for all files, or one each with commas; '' = "
+        "prompt:answer; auto = by the columns of each file's first row",
     )
-    prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
-    answer_key: str = key("answer", "a row's answer: text or number")
     template: str = key("{prompt}", "text around a prompt that is text")
     chat: str = key(
         "never",
@@ -84,8 +82,9 @@ class DataConfig:
     )
     system: str = key("", "system message for a chat that has none")
     thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
-    skip_malformed: bool = key(False, "leave malformed rows out and count them; False = the first is an error")
-    skip_long: bool = key(False, "leave too long prompts out and count them; False = the first is an error")
+    skip: tuple[str, ...] = key(
+        (), "rows that are left out and counted, else the first is an error", choices=("malformed", "long")
+    )
     special_tokens: str = key(
         "text",
         "the text of a special token in a row, as <|im_end|>: text = is encoded as other text, and such rows are "

@@ -27,7 +27,7 @@ class RolloutConfig:
     parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
     max_prompt_tokens: int = key(
         16,
-        "longest prompt; a longer one is refused or left out (data.skip_long); 0 = as the data has it",
+        "longest prompt; a longer one is refused or left out (data.skip); 0 = as the data has it",
         "tokens",
         low=0,
         high=LONGEST,

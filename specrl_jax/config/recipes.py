@@ -79,7 +79,7 @@ def qwen3_rl() -> ConfigDict:
     c.reward.name = "math"
     c.data.tokenizer = ""
     c.data.chat = "always"
-    c.data.skip_long = True
+    c.data.skip = ("long",)
     return c
 
 

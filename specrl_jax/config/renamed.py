@@ -17,6 +17,19 @@ RENAMED = {
     "draft.replay_steps": "4 steps, always",
     "draft.optimizer": "optimizer.name is the draft's too",
     "draft.min_coverage": "0.9, always",
+    "reward.test_seconds": "6 s, always, and at most what is left of reward.timeout",
+    "reward.test_memory": "1 GiB, always",
+    "reward.test_output": "1 MiB, always",
+    "reward.test_processes": "32 processes, always",
+    "reward.test_disk": "16 MiB, always",
+    "reward.sandbox_url": "write reward.sandbox=http://HOST:PORT",
+    "environment.seconds": "write reward.timeout, which holds for a step of an environment too",
+    "environment.workers": "write reward.workers: an environment has as many processes",
+    "environment.pages": "they are copied, always",
+    "data.prompt_key": "write data.schema=PROMPT:ANSWER, the names of both columns",
+    "data.answer_key": "write data.schema=PROMPT:ANSWER, the names of both columns",
+    "data.skip_malformed": "write data.skip, the kinds of rows that are left out: malformed, long",
+    "data.skip_long": "write data.skip, the kinds of rows that are left out: malformed, long",
 }
 
 

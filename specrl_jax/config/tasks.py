@@ -27,7 +27,7 @@ class PretrainConfig:
     error_rate: float = key(0.6, "chance that a worked solution has a mistake (task=pretrain)", low=0, high=1)
     rollouts: int = key(8192, "task=draft_pretrain: texts whose features are learned from", "texts", low=1, high=INT32)
     answers: str = key(
-        "", "JSONL of texts with data.prompt_key and response, or tokens too; '' = the policy answers the prompts"
+        "", "JSONL of texts with prompt and response, or tokens too; '' = the policy answers the prompts"
     )
     features: str = key("", "folder of the features, reused by a later run; '' = features/ in the workdir")
     patience: int = key(0, "evaluations without a better acceptance that end a run; 0 = all steps", low=0, high=INT32)

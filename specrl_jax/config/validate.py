@@ -6,7 +6,7 @@ What needs those is checked by `training.plan`, before any array exists.
 import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, DraftConfig, RewardConfig
+from specrl_jax.config import Config, DraftConfig
 from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.schema import UINT32, build
@@ -17,7 +17,8 @@ from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.rewards.code.reward import MARGIN
-from specrl_jax.rewards.sandbox.http import check_url
+from specrl_jax.rewards.sandbox.http import is_url
+from specrl_jax.rewards.sandbox.mechanisms import MECHANISMS
 from specrl_jax.rewards.scorer import check_environment, check_rewards
 from specrl_jax.rewards.worker import CODE
 
@@ -96,22 +97,15 @@ def _rewards(config: Config, need: Requirement) -> None:
 
 def _programs(config: Config, need: Requirement) -> None:
     r, e = config.reward, config.eval
-    need(
-        "reward.sandbox_url",
-        not r.sandbox_url or r.sandbox == "http",
-        f"reward.sandbox={r.sandbox} uses no server; http does",
-    )
+    served = is_url(r.sandbox)
+    known = served or r.sandbox in ("auto", *MECHANISMS)
+    need("reward.sandbox", known, f"it is one of auto, {', '.join(MECHANISMS)}, or http://HOST:PORT of a server")
     if CODE not in r.names:
         return
-    if r.sandbox == "http":
-        fault = check_url(r.sandbox_url)
-        need("reward.sandbox_url", not fault, fault)
-        for name in ("sandbox_python", "test_processes", "test_disk"):
-            default = getattr(RewardConfig, name)
-            reason = f"under reward.sandbox=http it is the server's; leave {default!r}"
-            need(f"reward.{name}", getattr(r, name) == default, reason)
-    longer = f"reward.timeout={r.timeout:g} must be {MARGIN:g} s more, or longer"
-    need("reward.test_seconds", r.test_seconds + MARGIN <= r.timeout, longer)
+    need(
+        "reward.sandbox_python", not (served and r.sandbox_python), "the server of reward.sandbox has its own; leave ''"
+    )
+    need("reward.timeout", r.timeout > MARGIN, f"programs are ended {MARGIN:g} s before; more is needed")
     if config.task in ("train", "pretrain", "evaluate"):
         needed = "reward.name=code needs rows with tests, which the built-in tasks do not have"
         need("data.path", config.task == "evaluate" or config.data.path, needed)

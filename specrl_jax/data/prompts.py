@@ -182,7 +182,7 @@ class Reader:
         if length <= self.max_prompt_tokens:
             return counts.keep(problem, special)
         if not self.skip_long:
-            limit = f"rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip_long=True leaves such rows out"
+            limit = f'rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip=("long",) leaves such rows out'
             raise InputError(f"{row.where}: the prompt has {length} tokens{more}, {limit}")
         counts.long += 1
         return None

@@ -18,7 +18,7 @@ from specrl_jax.config.automatic import AUTOMATIC, left_open, value_of, with_val
 from specrl_jax.config.schema import shown
 from specrl_jax.config.validate import draft_options
 from specrl_jax.data.prompts import split_paths
-from specrl_jax.data.schemas import AUTO, Schema, detect_schema, schema_names
+from specrl_jax.data.schemas import AUTO, detect_schema, schema_names
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
@@ -149,7 +149,6 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
 def _schemas(config: Config, detects: bool) -> Config:
     """Choose the schemas that are AUTO, by the first row of their files; an eval.schema of '' is data.schema's."""
     d, e = config.data, config.eval
-    plain = Schema(d.prompt_key, d.answer_key)
     of_eval = e.schema or (AUTO if detects else d.schema)
     own, mistakes = "eval.schema" if e.schema else "data.schema", Mistakes()
     for section, path, names, key in (("data", d.path, d.schema, "data.schema"), ("eval", e.path, of_eval, own)):
@@ -158,7 +157,7 @@ def _schemas(config: Config, detects: bool) -> Config:
             continue
         with mistakes.check():
             pairs = zip(paths, schemas, strict=True)
-            found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
+            found = [detect_schema(one, f"{section}.path") if name == AUTO else name for one, name in pairs]
             config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
     mistakes.refuse()
     return config if d.path or d.schema != AUTO else with_values(config, {"data.schema": ""})

@@ -174,7 +174,6 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
         most_kept=most_kept(sampling_of(config, rollout)) if replays else 0,
         turns=bool(config.environment.name),
-        copies_pages=config.environment.pages == "copy",
         budget=draft.budget // num_shards,
         earlier=_earlier(config) if config.task == "train" else "",
         versions=config.pipeline.weight_update == "inflight" or rollout.carry > 0,

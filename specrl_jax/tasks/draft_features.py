@@ -42,9 +42,9 @@ from specrl_jax.rollout.build import RolloutEngines
 # there the draft knows by heart.
 ANSWERS_SEED_OFFSET = 2_000_003
 # Keys of `data` that decide how a row becomes a prompt.
-PROMPT_KEYS = ("prompt_key", "schema", "template", "chat", "system", "thinking")
-# Key of a response in the rows of pretrain.answers, as in rollouts/step_N.jsonl.
-RESPONSE = "response"
+PROMPT_KEYS = ("schema", "template", "chat", "system", "thinking")
+# Keys of the rows of pretrain.answers, as in rollouts/step_N.jsonl.
+PROMPT, RESPONSE = "prompt", "response"
 
 # (tokens [n, T] int32, prompt_length [n] int32, length [n] int32, environment [n, T] bool) of finished texts
 Texts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -188,7 +188,7 @@ def answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
     texts, special = list[TokenizedAnswer](), 0
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
         if row.content.get("tokens") is not None:
-            text = recorded_text(row, config.data.prompt_key, tokenizer, vocab=rollout.plan.model.vocab)
+            text = recorded_text(row, tokenizer, vocab=rollout.plan.model.vocab)
         else:
             text, is_special = _text(row, config.data, tokenizer)
             special += is_special
@@ -209,24 +209,24 @@ def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[Tokeniz
     """Return the text of a row without tokens, ended, and whether its response holds the text of a special token."""
     # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
     # responses.
-    if isinstance(read := row.content.get(data.prompt_key), str):
-        row = row._replace(content=row.content | {data.prompt_key: read_recorded(read, row.content, row.where)})
-    problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer=tokenizer)
+    if isinstance(read := row.content.get(PROMPT), str):
+        row = row._replace(content=row.content | {PROMPT: read_recorded(read, row.content, row.where)})
+    problem = parse_problem(row, Schema(PROMPT, RESPONSE), PromptFormat(), tokenizer=tokenizer)
     special = holds_special(row.where, problem.answer, tokenizer, special_tokens=data.special_tokens)
     prompt = encode_row(row.where, problem.prompt, tokenizer.encode_prompt)
     answer = encode_row(row.where, problem.answer, tokenizer.encode)
     return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
 
-def recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, *, vocab: int) -> TokenizedAnswer:
+def recorded_text(row: DataRow, tokenizer: Tokenizer, *, vocab: int) -> TokenizedAnswer:
     """Return the tokens of a row of rollouts, as they were: one that was cut has no end-of-text.
 
     Raises InputError for tokens that are not those of the row's response.
     """
     found = check(RecordedTokens, row.content, row.where)
-    prompt, tokens = row.content.get(prompt_key), found.tokens
+    prompt, tokens = row.content.get(PROMPT), found.tokens
     if not isinstance(prompt, str):
-        raise InputError(f"{row.where}: '{prompt_key}' must be text beside 'tokens'")
+        raise InputError(f"{row.where}: '{PROMPT}' must be text beside 'tokens'")
     if not tokens or max(tokens) >= vocab:
         raise InputError(f"{row.where}: 'tokens' must be ids below {vocab}, the policy's vocabulary, and at least one")
     written = [False] * len(tokens) if found.environment is None else found.environment

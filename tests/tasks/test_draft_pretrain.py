@@ -245,7 +245,7 @@ def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     [
         ({"rollout": {"top_p": 0.9}}, "sampling"),
         ({"data": {"template": "Q: {prompt}"}}, "prompt format"),
-        ({"data": {"prompt_key": "question"}}, "prompt format"),
+        ({"data": {"schema": "question:answer"}}, "prompt format"),
         ({"seed": 1}, "prompt order"),
     ],
     ids=str,
@@ -343,13 +343,13 @@ def test_a_row_of_rollouts_is_read_by_its_tokens():
     """One that was cut has no end, and what an environment wrote is told apart."""
     ended, cut = [*TOKENIZER.encode("a=3"), *TOKENIZER.eos_ids], TOKENIZER.encode("a=3")
     for tokens in (ended, cut):
-        found = draft_features.recorded_text(row_of(response="a=3", tokens=tokens), "prompt", TOKENIZER, vocab=99)
+        found = draft_features.recorded_text(row_of(response="a=3", tokens=tokens), TOKENIZER, vocab=99)
         assert found == (TOKENIZER.encode("1+2\n"), tokens, [False] * len(tokens))
     row = row_of(response="a=3", tokens=cut, environment=[False, True, False])
-    assert draft_features.recorded_text(row, "prompt", TOKENIZER, vocab=99).environment == [False, True, False]
+    assert draft_features.recorded_text(row, TOKENIZER, vocab=99).environment == [False, True, False]
     # One that ended at once has no text.
     row = row_of(response="", tokens=list(TOKENIZER.eos_ids))
-    assert draft_features.recorded_text(row, "prompt", TOKENIZER, vocab=99).response == list(TOKENIZER.eos_ids)
+    assert draft_features.recorded_text(row, TOKENIZER, vocab=99).response == list(TOKENIZER.eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_a_row_of_rollouts_is_read_by_its_tokens():
 )
 def test_tokens_that_are_not_a_responses_are_refused(content, named):
     with pytest.raises(InputError, match=r"^answers\.jsonl:1") as error:
-        draft_features.recorded_text(row_of(response="3", **content), "prompt", TOKENIZER, vocab=99)
+        draft_features.recorded_text(row_of(response="3", **content), TOKENIZER, vocab=99)
     assert named in str(error.value)
 
 
