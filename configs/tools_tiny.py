@@ -44,7 +44,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.optimizer.decay_steps = c.get_oneway_ref("steps")
         c.pretrain.error_rate = 0.9 if game else 0.5
         c.policy.remat = "none"
-        c.pretrain.output = "runs/game_base" if game else "runs/tools_base"
+        c.export.output = "runs/game_base" if game else "runs/tools_base"
         return c
     c.steps = 120 if game else 32
     c.policy.path = "runs/game_base" if game else "runs/tools_base"

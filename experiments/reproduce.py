@@ -188,7 +188,7 @@ def rooms() -> list[Chain]:
 def still_to_make(made: dict[str, list[str]], seed: int) -> Chain:
     """Return the commands for what `made`, of one seed and like MADE, names and is not there yet."""
     return [
-        run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"], path)
+        run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"export.output={path}"], path)
         for path, (config, *overrides) in made.items()
         if not (REPOSITORY / path / "config.json").exists()
     ]
@@ -229,7 +229,7 @@ def prerequisites(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list
             chain.append(run(ZERO, [*learns, "task=export", f"export.output={path}", "export.dtype=float32"], path))
         else:
             config, *overrides = MADE[path]
-            chain.append(run(config, [*overrides, f"pretrain.output={path}"], path))
+            chain.append(run(config, [*overrides, f"export.output={path}"], path))
     return list(first.values()), list(heads.values())
 
 

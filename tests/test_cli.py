@@ -374,8 +374,8 @@ def save_checkpoints(folder):
         (["data.path={}/good.jsonl", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
         (["data.path={}/long.jsonl", "eval.path={}/good.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
         (["data.path={}/good.jsonl", "eval.path={}/long.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
-        (["task=pretrain", "draft.kind=none", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
-        (["task=draft_pretrain", "pretrain.output={}/a_file/head"], ["pretrain.output", "a_file"]),
+        (["task=pretrain", "draft.kind=none", "export.output={}/a_file/base"], ["export.output", "a_file"]),
+        (["task=draft_pretrain", "export.output={}/a_file/head"], ["export.output", "a_file"]),
         (["draft.kind=mtp", "draft.path={}/nothing"], ["draft.path", "nothing"]),
         (["draft.kind=model", "draft.path={}/gemma"], ["draft.path", "gemma", "qwen3"]),
         (["draft.kind=model", "draft.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
@@ -409,7 +409,7 @@ def test_a_head_of_unknown_ids_is_refused_before_any_work(call, tmp_path, no_wor
 )
 def test_a_refused_run_makes_no_output_folder(call, tmp_path, no_work, overrides):
     output = tmp_path / "output"
-    overrides = [f"--config.{override}" for override in (*overrides, f"pretrain.output={output}")]
+    overrides = [f"--config.{override}" for override in (*overrides, f"export.output={output}")]
     assert_refused(call, tmp_path, overrides, ["grpo.minibatches=3"])
     assert not output.exists()
 
@@ -585,7 +585,7 @@ OTHER_TASKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("task", OTHER_TASKS)
 def test_tasks_print_nothing_on_stderr(task, tmp_path):
-    overrides = [f"task={task}", f"pretrain.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
+    overrides = [f"task={task}", f"export.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
     argv = arguments(*(f"--config.{override}" for override in overrides), workdir=tmp_path / "run")
     status, out, err = run_process(argv)
     assert (status, err) == (0, "") and out

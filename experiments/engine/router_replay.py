@@ -1,7 +1,7 @@
 """Measure how far a mixture's rollouts and learner are apart with the learner's own experts and with the rollouts'.
 
     python main.py --config configs/pretrain_tiny.py --config.policy.preset=nano_moe --config.steps=300 \
-        --config.pretrain.output=runs/nano_moe --workdir runs/nano_moe_log
+        --config.export.output=runs/nano_moe --workdir runs/nano_moe_log
     python -m experiments.engine.router_replay --policy runs/nano_moe --output experiments/engine/router_replay.csv
 
 The policy answers validation prompts, eight answers each at temperature 1, and drafts three tokens with itself in four

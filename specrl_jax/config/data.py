@@ -109,7 +109,7 @@ class EvalConfig:
         below=1,
     )
     problems: int = key(256, "most problems of each set", "problems", low=1, high=INT32)
-    samples: int = key(1, "responses per problem", "responses", low=1, high=65_536)
+    samples: int = key(1, "responses per problem, or per prompt of task=generate", "responses", low=1, high=65_536)
     greedy: bool = key(True, "before and after training also the likeliest answer to each problem")
     temperature: float = key(1.0, "as rollout.temperature, of the answers in evaluations", low=0, high=100)
     top_k: int = key(0, "as rollout.top_k, of the answers in evaluations", "tokens", low=0, high=MOST_KEPT)

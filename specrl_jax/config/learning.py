@@ -111,8 +111,6 @@ class GRPOConfig:
         high=1000,
     )
     kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0, high=1000)
-    kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k2", "k3"))
-    reference_every: int = key(0, "steps until the policy is the new reference; 0 = never", "steps", low=0, high=INT32)
     entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0, high=1000)
     old_logprobs: str = key(
         "learner",
@@ -154,9 +152,12 @@ class GRPOConfig:
     )
     mask_truncated: bool = key(False, "exclude responses and conversations that a limit cut from the loss")
     overlong_buffer: int = key(
-        0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0, high=LONGEST
+        0,
+        "DAPO's buffer before the limit, over which length costs a reward of up to 1; 0 = off",
+        "tokens",
+        low=0,
+        high=LONGEST,
     )
-    overlong_penalty: float = key(1.0, "reward lost at the limit", low=0, high=1e6)
 
     @property
     def prompts_at_once(self) -> int:
@@ -234,7 +235,4 @@ class OptimizerConfig:
     b2: float = key(0.999, "decay of the second moment", low=0, below=1)
     decay_steps: int = key(
         0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0, high=INT32
-    )
-    max_skipped: int = key(
-        10, "non-finite updates in a row that end the run; 0 = no limit", "updates", low=0, high=INT32
     )

@@ -30,6 +30,14 @@ RENAMED = {
     "data.answer_key": "write data.schema=PROMPT:ANSWER, the names of both columns",
     "data.skip_malformed": "write data.skip, the kinds of rows that are left out: malformed, long",
     "data.skip_long": "write data.skip, the kinds of rows that are left out: malformed, long",
+    "generate.samples": "write eval.samples",
+    "pretrain.output": "write export.output",
+    "pretrain.dtype": "write export.dtype",
+    "dry_run.layers": "of more than 32 layers, 8 and 9 are compiled and extended",
+    "grpo.kl": "k3, always",
+    "grpo.reference_every": "the first policy stays the reference; begin a run from an exported policy to move it",
+    "grpo.overlong_penalty": "1, always; reward.weights scale the other rewards",
+    "optimizer.max_skipped": "10 updates in a row, always",
 }
 
 

@@ -164,7 +164,6 @@ def _objective(config: Config, need: Requirement) -> None:
         "another policy than the learner's draws the rollouts; set grpo.correction, for example token_truncate",
     )
     need("grpo.clip_dual", not 0 < g.clip_dual <= 1, "above 1 is needed, or 0 for no bound")
-    need("grpo.reference_every", g.kl_coef or not g.reference_every, "grpo.kl_coef=0 has no reference")
     within = not longest or g.overlong_buffer <= longest
     need("grpo.overlong_buffer", within, f"at most rollout.max_response_tokens={longest} is possible")
 

@@ -209,7 +209,7 @@ def generate(
         on_progress(0, 0)
 
     generator.compile(on_program)
-    out = generator.generate(prompts, config.generate.samples, config.rollout.seed, on_progress=on_progress)
+    out = generator.generate(prompts, config.eval.samples, config.rollout.seed, on_progress=on_progress)
     path = os.path.join(workdir, "generations.jsonl")
     with open_written(path) as file:
         for i, prompt in enumerate(out.prompts):

@@ -301,7 +301,7 @@ class _Run:
             host = self.replay.with_texts(host)
         if self.unfinished:
             host = host._replace(values=host.values | {"unfinished": self.unfinished})
-        state = saved_part(self.state, self.config)
+        state = saved_part(self.state)
         with self.devices:  # all devices take part when processes wait for each other here
             return save_good(
                 self.checkpoints, self.step, state, host=host, skipping=self.monitor.skipping, accuracy=accuracy

@@ -5,7 +5,6 @@ from the features of that forward, and nothing of it reaches the policy. Under `
 generate of later steps run in a thread, beside the other phases of this one (rollout/pipeline.py).
 """
 
-import dataclasses
 import functools
 import threading
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from specrl_jax.rollout.speculation import Speculation
 from specrl_jax.sharding import bytes_on_devices
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import with_initial_draft
-from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, copy_params, update
+from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, update
 
 
 class StepParts(NamedTuple):
@@ -97,7 +96,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
             replay.add(batch.rows)
             if trains_draft and not config.draft.replay_idle:
                 state, replayed = replay.learn(state, step)
-        state = jax.block_until_ready(_with_replaced(learner, state, updates, step=step))
+        state = jax.block_until_ready(_with_replaced(learner, state, updates))
     result = StepResult(
         step,
         produced,
@@ -117,13 +116,12 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
     return state, result
 
 
-def _with_replaced(learner: Learner, state: RunState, updates: Updates, *, step: int) -> RunState:
-    """Return the state with a new draft where the old one is not finite, and a new reference where one is due."""
+def _with_replaced(learner: Learner, state: RunState, updates: Updates) -> RunState:
+    """Return the state with a new draft where the old one is not finite."""
     if updates.diagnostics is not None and not updates.diagnostics.finite:
         # No update makes it finite again. The alarm says so (rollout/speculation.py).
         state = with_initial_draft(learner, state)
-    every = learner.plan.config.grpo.reference_every
-    return dataclasses.replace(state, reference=copy_params(state.policy)) if every and step % every == 0 else state
+    return state
 
 
 def _waits(pipeline: Pipeline, step: int, stop: threading.Event) -> bool:

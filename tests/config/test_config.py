@@ -28,7 +28,7 @@ from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.aggregation import AGGREGATIONS
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.importance_sampling import CORRECTIONS
-from specrl_jax.rl.objectives import KL_ESTIMATORS, OLD_LOGPROBS, SURROGATES
+from specrl_jax.rl.objectives import OLD_LOGPROBS, SURROGATES
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEYS = {key.name: key for key in keys(Config)}
@@ -51,7 +51,6 @@ FILES = {"config.json"}  # which look like keys
         ("grpo.advantage", ADVANTAGES),
         ("grpo.loss", SURROGATES),
         ("grpo.aggregation", AGGREGATIONS),
-        ("grpo.kl", KL_ESTIMATORS),
         ("grpo.old_logprobs", OLD_LOGPROBS),
         ("grpo.correction", CORRECTIONS),
         ("data.task", TASKS),
@@ -154,7 +153,7 @@ def test_an_unknown_variant_is_refused(name):
     [
         ("pretrain_tiny", "optimizer.decay_steps", "steps"),
         ("draft_tiny", "draft.decay_steps", "steps"),
-        ("generate", "grpo.group_size", "generate.samples"),
+        ("generate", "grpo.group_size", "eval.samples"),
     ],
 )
 def test_a_reference_goes_one_way(config, key, follows):

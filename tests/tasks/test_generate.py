@@ -183,7 +183,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         "rollout.max_response_tokens": 12,
         "rollout.num_slots": 8,
         "rollout.seed": 4,
-        "generate.samples": 3,
+        "eval.samples": 3,
         "generate.prompts": tuple(PROMPTS),
         "grpo.prompts_per_step": 8,
     }
