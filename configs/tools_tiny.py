@@ -28,7 +28,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.reward.name = "" if game else "exact"
     c.rollout.max_prompt_tokens = 10
     c.rollout.max_response_tokens = 40
-    c.rollout.prefill_tokens = 16
     c.policy.preset = "nano" if game else "shallow"
     c.draft.kind = "suffix"
     c.draft.adaptive = False

@@ -504,7 +504,7 @@ def run_of_three_steps(tmp_path, tmp_path_factory):
         ("seed=7", "seed", "0", "7"),
         ("rollout.temperature=0.7", "rollout.temperature", "1.0", "0.7"),
         ("policy.dtype=bfloat16", "policy.dtype", "float32", "bfloat16"),
-        ("rollout.chunk=8", "rollout.chunk", "16", "8"),
+        ("rollout.num_slots=8", "rollout.num_slots", "16", "8"),
         ("task=evaluate", "task", "train", "evaluate"),
     ],
 )

@@ -30,7 +30,7 @@ FIELDS = ("rollout", "learner", "quantize", "seed", "tokens", "differing_experts
 
 
 class Numerics(NamedTuple):
-    rollout: str  # policy.dtype, rollout.compute_dtype and rollout.cache_dtype
+    rollout: str  # policy.dtype and rollout.dtype
     learner: str  # policy.compute_dtype
     quantize: str  # rollout.quantize
 
@@ -47,7 +47,7 @@ CELLS = [
 def make_case(numerics: Numerics, policy: str, prompts: int, preset: str = "nano_moe") -> Parts:
     c = rlzero_tiny.get_config()
     c.policy.path, c.policy.preset, c.policy.router_replay = policy, preset, True
-    c.policy.dtype = c.rollout.compute_dtype = c.rollout.cache_dtype = numerics.rollout
+    c.policy.dtype = c.rollout.dtype = numerics.rollout
     c.policy.compute_dtype, c.rollout.quantize = numerics.learner, numerics.quantize
     c.grpo.correction = "token_truncate"
     c.draft.kind, c.draft.path, c.draft.quantize, c.draft.length = "self", "", "int4", 3

@@ -26,6 +26,7 @@ from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.decoder import DecoderConfig, preset
 from specrl_jax.models.flops import BYTES
 from specrl_jax.planning.memory import USABLE
+from specrl_jax.planning.plan import SIZES
 from specrl_jax.rl.objectives import logprob_passes
 
 # Mean response over the limit of RL-Zero: median of the draws of experiments/scale_projection.
@@ -76,7 +77,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             lengths=LogNormalLengths(f.mean_tokens or MEAN_SHARE * limit, limit),
             slots=c.rollout.num_slots,
             cache_bytes=c.rollout.cache_gb * GB or ACCELERATOR_SHARE * USABLE * machine.memory_bytes,
-            page=c.rollout.page_tokens,
+            page=SIZES["accelerator"].page,
             scored=logprob_passes(c.grpo.old_logprobs, c.grpo.kl_coef),
             reference=c.grpo.kl_coef > 0,
             epochs=c.grpo.epochs,
@@ -118,7 +119,7 @@ def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
     if dtype:
         find("rollout_dtype", "dtype", BYTES, name=dtype)
     r, twin = c.rollout, c.draft.quantize if c.draft.kind == TWIN else "none"
-    return Precision(dtype or c.policy.dtype, dtype or r.cache_dtype, r.compute_dtype, quantize=r.quantize, twin=twin)
+    return Precision(dtype or c.policy.dtype, dtype or r.dtype, r.dtype, quantize=r.quantize, twin=twin)
 
 
 def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:

@@ -48,8 +48,7 @@ def held_out(policy: str, data: str, questions: int, samples: int) -> ConfigDict
 def set_precision(config: ConfigDict, precision: str, folder: pathlib.Path) -> None:
     """Let the policy generate in a precision; `folder` takes weights that are rounded for it."""
     if precision == "bfloat16":
-        config.policy.dtype = precision
-        config.rollout.update({"cache_dtype": precision, "compute_dtype": precision})
+        config.policy.dtype = config.rollout.dtype = precision
     elif precision == "int4":
         config.policy.path = str(round_weights(pathlib.Path(config.policy.path), folder / "policy_int4"))
     elif precision != "float32":

@@ -51,7 +51,6 @@ class RolloutConfig:
         "last responses were longest",
         choices=("given", "longest"),
     )
-    chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
     cache_gb: float = key(
         0.0,
         "keys and values on a device, in pages that sequences share out among them; 0 = as much as num_slots sequences "
@@ -60,16 +59,9 @@ class RolloutConfig:
         low=0,
         high=100_000,
     )
-    page_tokens: int = key(64, "tokens of a page, a power of two", "tokens", low=1, high=1024)
-    prefill_tokens: int = key(
-        512,
-        "tokens of each prompt that one forward prefills; longer prompts take several",
-        "tokens",
-        low=1,
-        high=LONGEST,
+    dtype: str = key(
+        "float32", "storage of keys and values, and activations of decoding between matmuls", choices=DTYPES
     )
-    cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
-    compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
     carry: int = key(
         0,
         "most unfinished rollouts that a step leaves and that go on in the next (partial rollouts); 0 = they are "

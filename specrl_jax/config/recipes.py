@@ -68,9 +68,7 @@ def qwen3_rl() -> ConfigDict:
     c = base()
     c.policy.dtype = "bfloat16"
     c.policy.compute_dtype = "bfloat16"
-    c.rollout.cache_dtype = "bfloat16"
-    c.rollout.compute_dtype = "bfloat16"
-    c.rollout.chunk = 64
+    c.rollout.dtype = "bfloat16"
     c.draft.kind = "eagle3"  # draft.path='': a random head, which drafts once the controller finds that it saves time
     c.draft.vocab_size = 32_000
     c.draft.length = 3
@@ -124,7 +122,6 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.rollout.max_prompt_tokens = 16
     c.rollout.max_response_tokens = 12
     c.rollout.num_slots = 16
-    c.rollout.chunk = 16
     c.grpo.prompts_per_step = 4
     c.grpo.group_size = 4
     c.grpo.minibatches = 2

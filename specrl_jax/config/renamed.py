@@ -38,6 +38,11 @@ RENAMED = {
     "grpo.reference_every": "the first policy stays the reference; begin a run from an exported policy to move it",
     "grpo.overlong_penalty": "1, always; reward.weights scale the other rewards",
     "optimizer.max_skipped": "10 updates in a row, always",
+    "rollout.chunk": "it follows from the platform: 16 decode steps on CPUs, 64 on accelerators",
+    "rollout.page_tokens": "64 tokens, always",
+    "rollout.prefill_tokens": "512 tokens, always, and 16 beside an environment on CPUs",
+    "rollout.cache_dtype": "write rollout.dtype, which is that of activations in decoding too",
+    "rollout.compute_dtype": "write rollout.dtype, which is that of keys and values too",
 }
 
 

@@ -126,14 +126,11 @@ def _sampling(config: Config, need: Requirement) -> None:
     for section in ("rollout", "eval"):
         cold = 0 < getattr(config, section).temperature < COLDEST
         need(f"{section}.temperature", not cold, f"0 (greedy), or {COLDEST} to 100 is needed")
-    texts, tokens = config.rollout.stop, config.rollout.page_tokens
+    texts = config.rollout.stop
     need("rollout.stop", "" not in texts, "an empty text would end every response at its first token")
     size = sum(len(text.encode()) for text in texts)
     most = f"its texts have {size} bytes together, at most {MOST_STOP_BYTES} are possible"
     need("rollout.stop", size <= MOST_STOP_BYTES, most)
-    nearest = 1 << (tokens.bit_length() - 1)
-    near = f"a power of two is needed, such as {nearest} or {2 * nearest}"
-    need("rollout.page_tokens", tokens == nearest, near)
 
 
 def _minibatches(config: Config, need: Requirement) -> None:

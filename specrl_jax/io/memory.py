@@ -16,7 +16,7 @@ _LEARNER = (
 )
 _ROLLOUTS = (
     "rollout.cache_gb, rollout.num_slots",
-    "fewer take less, as do rollout.cache_dtype=bfloat16, policy.dtype=bfloat16 and a larger mesh.tensor",
+    "fewer take less, as do rollout.dtype=bfloat16, policy.dtype=bfloat16 and a larger mesh.tensor",
 )
 # By phase: the key that helps first, and what else does.
 WAYS_OUT = {"logprob": _LEARNER, "train": _LEARNER, "features": _LEARNER}

@@ -28,19 +28,20 @@ CPU_SHARE = 1 / 48
 def page_bytes(
     model: DecoderConfig,
     draft: DraftModel | None,
-    rollout: RolloutConfig,
+    dtype: str,
     *,
+    tokens: int,
     partition: Partitioner,
     records: bool = False,
 ) -> int:
-    """Return the bytes of one page on one device: of the policy's cache, the draft's, and with `records` the experts'.
+    """Return the bytes of one page of `tokens` on one device.
 
-    Each pool as it is sharded: keys and values by heads, the hidden states of a draft's head whole on every device.
-    Raises InputError where the heads do not divide over the mesh.
+    Of the policy's cache, the draft's, and with `records` the experts'. Each pool as it is sharded: keys and values by
+    heads, the hidden states of a draft's head whole on every device. Raises InputError where the heads do not divide
+    over the mesh.
     """
     # A page for every device.
-    pages, dtype = partition.num_shards("batch"), jnp.dtype(rollout.cache_dtype)
-    shape = kv.PageShape(pages, rollout.page_tokens, dtype, platform=partition.platform)
+    shape = kv.PageShape(partition.num_shards("batch"), tokens, jnp.dtype(dtype), platform=partition.platform)
 
     def pools() -> object:
         target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape=shape)

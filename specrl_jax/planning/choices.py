@@ -29,7 +29,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
 from specrl_jax.planning.memory import RUNNING, USABLE, MemoryEstimate, activation_bytes, state_bytes, token_bytes
-from specrl_jax.planning.plan import policy_sizes
+from specrl_jax.planning.plan import policy_sizes, sizes_on
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 
 # The longest response, where the data has solutions: what a policy writes is longer than what people do.
@@ -312,10 +312,11 @@ class _Sizing(NamedTuple):
         Siblings hold the pages of their prompt together; beyond them a sequence has a page in part at either end.
         """
         r, (tensor, expert) = self.config.rollout, self.rollout_split
+        platform = self.machine.mesh.devices.flat[0].platform
         free = self.estimate().free(self.machine.memory, self.apart)
         shared = r.max_prompt_tokens / 2 / self.config.grpo.group_size
-        live = min(shared + RUNNING * r.max_response_tokens + r.page_tokens, self.longest)
-        token = token_bytes(self.model, self.head, r.cache_dtype, tensor=tensor)
+        live = min(shared + RUNNING * r.max_response_tokens + sizes_on(platform).page, self.longest)
+        token = token_bytes(self.model, self.head, r.dtype, tensor=tensor)
         each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token)) * expert
         return max(each, 1) * max(1, self.rollout_devices // (tensor * expert))
 

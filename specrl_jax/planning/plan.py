@@ -1,6 +1,7 @@
 """The plan of a run: sizes, meshes and engine limits, checked against folders and devices before any array exists."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +30,18 @@ SHRINK = (4, 16)
 # Prompt tokens that keep a device busy in one forward: from 300 on an H100 multiplies no less than it reads. A refill
 # usually starts few prompts, and what its forwards have beyond those is for nothing.
 BUSY_TOKENS = 256
+
+
+class EngineSizes(NamedTuple):
+    """Sizes of an engine that follow from its platform alone."""
+
+    chunk: int  # decode steps per host synchronisation
+    page: int  # tokens, a power of two
+    prefill: int  # tokens of a prompt that one forward prefills; a longer prompt takes several
+    turn: int  # the same where an environment speaks, whose messages are short
+
+
+SIZES = {"cpu": EngineSizes(16, 64, 512, 16), "accelerator": EngineSizes(64, 64, 512, 512)}
 # Tasks that learn from rollouts, or generate as such a run does.
 WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
 
@@ -75,8 +88,10 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
     groups = _groups(config.pipeline, mesh)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
-    limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
-    page = page_bytes(model, method.model, config.rollout, partition=rollout, records=limits.records)
+    limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache, platform=rollout.platform)
+    page = page_bytes(
+        model, method.model, config.rollout.dtype, tokens=limits.page_tokens, partition=rollout, records=limits.records
+    )
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
     plan = Plan(
         config,
@@ -149,24 +164,30 @@ def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
 
 
-def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> EngineConfig:
+def sizes_on(platform: str) -> EngineSizes:
+    """Return the sizes of an engine on a platform."""
+    return SIZES["cpu" if platform == "cpu" else "accelerator"]
+
+
+def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, platform: str = "cpu") -> EngineConfig:
     """Return the engine's shapes; `num_shards`: of its rows."""
-    rollout, draft, grpo = config.rollout, config.draft, config.grpo
+    rollout, draft, grpo, fixed = config.rollout, config.draft, config.grpo, sizes_on(platform)
     slots = rollout.num_slots
     sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
     prompts = -(-slots // grpo.group_size)  # under way at once
-    piece = min(rollout.prefill_tokens, rollout.max_prompt_tokens)
+    prefill = fixed.turn if config.environment.name else fixed.prefill
+    piece = min(prefill, rollout.max_prompt_tokens)
     replays = grpo.sampling_mask == "replay" and config.task in WITH_ROLLOUTS
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=max(rollout.max_response_tokens, config.eval.max_response_tokens),
-        chunk=rollout.chunk,
+        chunk=fixed.chunk,
         # Under parity one shape of a forward is one batch size.
         sizes=() if rollout.parity else tuple(sizes),
-        page_tokens=rollout.page_tokens,
+        page_tokens=fixed.page,
         shards=num_shards,
-        prefill_tokens=rollout.prefill_tokens,
+        prefill_tokens=prefill,
         prefill_rows=num_shards * max(1, min(prompts // (4 * num_shards), BUSY_TOKENS // piece)),
         new_prompts=prompts,
         width=draft.length + 1 if rollout.parity else 0,

@@ -118,8 +118,8 @@ def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
         limits=plan.limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
-        cache_dtype=jnp.dtype(config.rollout.cache_dtype),
-        compute_dtype=jnp.dtype(config.rollout.compute_dtype),
+        cache_dtype=jnp.dtype(config.rollout.dtype),
+        compute_dtype=jnp.dtype(config.rollout.dtype),
         quantize=config.rollout.quantize,
         stops=find_stop_texts(stop, tokenizer, plan.model.vocab) if (stop := config.rollout.stop) else None,
     )

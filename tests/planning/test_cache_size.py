@@ -60,15 +60,15 @@ def test_a_pool_smaller_than_a_page_is_refused_too():
 
 @pytest.mark.parametrize("kind", ["none", "eagle3", "model"])
 def test_a_page_takes_what_its_arrays_do_on_a_device(kind):
-    mesh, rollout = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), RolloutConfig(page_tokens=16)
+    mesh, tokens = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), 16
     model, partition = decoder.preset("nano"), partitioner(mesh, ROLLOUT)
     draft = make_method(DraftOptions(kind, preset="nano" if kind == "model" else ""), model).model
-    found = page_bytes(model, draft, rollout, partition=partition)
+    found = page_bytes(model, draft, "float32", tokens=tokens, partition=partition)
     limits = dataclasses.replace(LIMITS, shards=2)
-    dtypes = jnp.dtype("float32"), jnp.dtype(rollout.cache_dtype)
+    dtypes = jnp.dtype("float32"), jnp.dtype("float32")
     target = Target(model, draft, InferenceConfig(Sampling(), limits, 0, *dtypes), partition=partition)
     pages = 6
-    pools = jax.device_put(target.init_cache(pages, rollout.page_tokens), target.slots_shardings().cache)
+    pools = jax.device_put(target.init_cache(pages, tokens), target.slots_shardings().cache)
     first = [s.data.nbytes for x in jax.tree.leaves(pools) for s in x.addressable_shards if s.device.id == 0]
     assert sum(first) == found * pages // 2
 

@@ -4,10 +4,11 @@ import jax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import Config, DraftConfig, GRPOConfig, RolloutConfig, from_config_dict
+from specrl_jax.config import Config, DraftConfig, EnvironmentConfig, GRPOConfig, RolloutConfig, from_config_dict
 from specrl_jax.errors import InputError
-from specrl_jax.planning.plan import draft_lengths, find_limits, make_plan
+from specrl_jax.planning.plan import SIZES, draft_lengths, find_limits, make_plan
 from specrl_jax.sharding import make_mesh
+from tests.helpers.engine_sizes import engine_sizes
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,14 @@ def test_experts_are_replayed_where_there_are_some():
 @pytest.mark.parametrize(("prompt", "prefill", "rows"), [(5, 512, 16), (100, 512, 2), (1000, 64, 4), (1000, 512, 1)])
 def test_a_prefill_takes_no_more_prompts_than_keep_a_device_busy(prompt, prefill, rows):
     """A refill usually starts few prompts: what its forwards have beyond them is computed for nothing."""
-    sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64, prefill_tokens=prefill)
+    sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64)
     config = Config(rollout=sizes, grpo=GRPOConfig(prompts_per_step=64, group_size=1))
-    assert find_limits(config, 1, False).prefill_rows == rows
+    with engine_sizes(prefill=prefill):
+        assert find_limits(config, 1, False).prefill_rows == rows
+
+
+def test_sizes_follow_from_the_platform():
+    assert [find_limits(Config(), 1, False, platform=name).chunk for name in ("cpu", "gpu", "tpu")] == [16, 64, 64]
+    talks = Config(environment=EnvironmentConfig(name="guessing"))
+    assert [find_limits(talks, 1, False, platform=name).prefill_tokens for name in ("cpu", "gpu")] == [16, 512]
+    assert all(sizes.page & (sizes.page - 1) == 0 for sizes in SIZES.values())

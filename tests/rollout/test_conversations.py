@@ -35,6 +35,7 @@ from specrl_jax.rollout.conversations import Conversations, Opening, begin_conve
 from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.evaluate import evaluate_policy
+from tests.helpers.engine_sizes import engine_sizes
 from tests.helpers.training import NEVER, Run, StopAfter, changed, samples, saved, train
 
 STRANGE = "tests.rewards.environments.strange:"
@@ -58,8 +59,6 @@ def config_of(name, **changes):
         "rollout__rule": "coupled",
         "rollout__parity": True,
         "rollout__num_slots": 8,
-        "rollout__prefill_tokens": 8,
-        "rollout__page_tokens": 16,
         "draft__compare_rounds": 0,
         "eval__every": 0,
         "eval__problems": 4,
@@ -69,7 +68,8 @@ def config_of(name, **changes):
 
 def make(name="Chatty", **changes):
     config = config_of(name, **changes)
-    plan = make_plan(config, make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
+    with engine_sizes(turn=8, page=16):
+        plan = make_plan(config, make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
     rollout = make_rollout(plan, tokenizer=ManyEnds())
     return Run(make_learner(plan), rollout, load_problems(config, rollout.tokenizer), make_scorer(config, []))
 
@@ -324,7 +324,7 @@ def test_the_order_of_answers_changes_no_bit(whole, tmp_path):
 def test_pages_prefilled_again_change_no_token(whole, tmp_path, monkeypatch):
     """Log-probs differ in their last bits: a forward of another shape rounds otherwise."""
     monkeypatch.setattr(
-        plan, "find_limits", lambda *given: dataclasses.replace(find_limits(*given), copies_pages=False)
+        plan, "find_limits", lambda *given, **more: dataclasses.replace(find_limits(*given, **more), copies_pages=False)
     )
     run = make("Slow", reward__workers=4, steps=1)
     rows = train(run, tmp_path / "run")

@@ -70,9 +70,9 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     """Plain, and drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
-    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, chunk=r.chunk)
+    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, chunk=64)
     config = InferenceConfig(
-        Sampling(), limits, 0, dtype=jnp.dtype(CONFIG.policy.dtype), cache_dtype=jnp.dtype(r.cache_dtype)
+        Sampling(), limits, 0, dtype=jnp.dtype(CONFIG.policy.dtype), cache_dtype=jnp.dtype(r.dtype)
     )
     draft = DRAFT if k else None
     drafter = (
