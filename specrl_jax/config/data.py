@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.schema import INT32, LONGEST, key
 
 ROOMS = ("recite", "rooms", "other_rooms", "all_rooms")
@@ -111,9 +110,9 @@ class EvalConfig:
     problems: int = key(256, "most problems of each set", "problems", low=1, high=INT32)
     samples: int = key(1, "responses per problem, or per prompt of task=generate", "responses", low=1, high=65_536)
     greedy: bool = key(True, "before and after training also the likeliest answer to each problem")
-    temperature: float = key(1.0, "as rollout.temperature, of the answers in evaluations", low=0, high=100)
-    top_k: int = key(0, "as rollout.top_k, of the answers in evaluations", "tokens", low=0, high=MOST_KEPT)
-    top_p: float = key(1.0, "as rollout.top_p, of the answers in evaluations", above=0, high=1)
+    temperature: float = key(
+        -1.0, "as rollout.temperature, of the answers in evaluations; -1 = rollout.temperature", low=-1, high=100
+    )
     max_response_tokens: int = key(
         0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0, high=LONGEST
     )

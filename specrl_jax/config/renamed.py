@@ -43,6 +43,8 @@ RENAMED = {
     "rollout.prefill_tokens": "512 tokens, always, and 16 beside an environment on CPUs",
     "rollout.cache_dtype": "write rollout.dtype, which is that of activations in decoding too",
     "rollout.compute_dtype": "write rollout.dtype, which is that of keys and values too",
+    "eval.top_k": "evaluations have the rollouts' rollout.top_k",
+    "eval.top_p": "evaluations have the rollouts' rollout.top_p",
 }
 
 

@@ -123,9 +123,9 @@ def _policy(config: Config, need: Requirement) -> None:
 
 
 def _sampling(config: Config, need: Requirement) -> None:
-    for section in ("rollout", "eval"):
-        cold = 0 < getattr(config, section).temperature < COLDEST
-        need(f"{section}.temperature", not cold, f"0 (greedy), or {COLDEST} to 100 is needed")
+    for section, inherited in (("rollout", ""), ("eval", "-1 (rollout.temperature), ")):
+        warm = (value := getattr(config, section).temperature) >= COLDEST or value in (0, -1)
+        need(f"{section}.temperature", warm, f"{inherited}0 (greedy), or {COLDEST} to 100 is needed")
     texts = config.rollout.stop
     need("rollout.stop", "" not in texts, "an empty text would end every response at its first token")
     size = sum(len(text.encode()) for text in texts)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
-from specrl_jax.config import Config, EvalConfig, PipelineConfig, PolicyConfig, RolloutConfig
+from specrl_jax.config import Config, PipelineConfig, PolicyConfig
 from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
@@ -154,9 +154,10 @@ def _unstretched(sizes: decoder.DecoderConfig) -> decoder.DecoderConfig:
     return dataclasses.replace(sizes, rope=sizes.rope.pretrained)
 
 
-def sampling_of(config: Config, section: RolloutConfig | EvalConfig) -> Sampling:
+def sampling_of(config: Config, *, evaluates: bool = False) -> Sampling:
     """Return how training rollouts, or evaluations, are sampled."""
-    return Sampling(section.temperature, section.top_k, section.top_p, rule=config.rollout.rule)
+    r, own = config.rollout, config.eval.temperature
+    return Sampling(own if evaluates and own >= 0 else r.temperature, r.top_k, r.top_p, rule=r.rule)
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
@@ -193,7 +194,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, pla
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
-        most_kept=most_kept(sampling_of(config, rollout)) if replays else 0,
+        most_kept=most_kept(sampling_of(config)) if replays else 0,
         turns=bool(config.environment.name),
         budget=draft.budget // num_shards,
         earlier=_earlier(config) if config.task == "train" else "",

@@ -79,7 +79,7 @@ def make_rollout(
     make = functools.partial(make_rollout_engine, plan.model, tokenizer=tokenizer, partition=partition, agree=agree)
     training = _drafting_engine(make, plan, inference, adaptive=config.draft.adaptive, lengths=lengths)
     training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
-    sampling, longest = sampling_of(config, config.eval), config.eval.max_response_tokens or training.response_tokens
+    sampling, longest = sampling_of(config, evaluates=True), config.eval.max_response_tokens or training.response_tokens
     if shares(training.sampling, sampling):
         evaluation = training.sampled_as(sampling, longest)
     else:
@@ -114,7 +114,7 @@ def make_rollout(
 def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
     config = plan.config
     return InferenceConfig(
-        sampling=sampling_of(config, config.rollout),
+        sampling=sampling_of(config),
         limits=plan.limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),

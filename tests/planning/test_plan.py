@@ -4,9 +4,18 @@ import jax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import Config, DraftConfig, EnvironmentConfig, GRPOConfig, RolloutConfig, from_config_dict
+from specrl_jax.config import (
+    Config,
+    DraftConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    GRPOConfig,
+    RolloutConfig,
+    from_config_dict,
+)
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.errors import InputError
-from specrl_jax.planning.plan import SIZES, draft_lengths, find_limits, make_plan
+from specrl_jax.planning.plan import SIZES, draft_lengths, find_limits, make_plan, sampling_of
 from specrl_jax.sharding import make_mesh
 from tests.helpers.engine_sizes import engine_sizes
 
@@ -120,3 +129,10 @@ def test_sizes_follow_from_the_platform():
     talks = Config(environment=EnvironmentConfig(name="guessing"))
     assert [find_limits(talks, 1, False, platform=name).prefill_tokens for name in ("cpu", "gpu")] == [16, 512]
     assert all(sizes.page & (sizes.page - 1) == 0 for sizes in SIZES.values())
+
+
+@pytest.mark.parametrize(("own", "found"), [(-1.0, 0.7), (0.0, 0.0), (1.0, 1.0)])
+def test_evaluations_sample_as_rollouts_but_for_a_temperature_of_their_own(own, found):
+    config = Config(rollout=RolloutConfig(temperature=0.7, top_k=20, top_p=0.9), eval=EvalConfig(temperature=own))
+    assert sampling_of(config, evaluates=True) == Sampling(found, 20, 0.9)
+    assert sampling_of(config) == Sampling(0.7, 20, 0.9)
