@@ -41,7 +41,7 @@ def held_out(policy: str, data: str, questions: int, samples: int) -> ConfigDict
     config.eval.task = "arithmetic"  # nothing is validated
     config.task, config.draft.kind, config.draft.vocab_size = "train", "none", 0
     config.grpo.prompts_per_step, config.grpo.group_size = questions, samples
-    config.rollout.update({"rule": "coupled", "seed": SEED, "order": "given"})
+    config.rollout.update({"rule": "coupled", "seed": SEED})
     return config
 
 

@@ -45,12 +45,6 @@ class RolloutConfig:
     num_slots: int = key(
         128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
     )
-    order: str = key(
-        "given",
-        "which rollouts start first where they outnumber the slots: as the data has them, or those to prompts whose "
-        "last responses were longest",
-        choices=("given", "longest"),
-    )
     cache_gb: float = key(
         0.0,
         "keys and values on a device, in pages that sequences share out among them; 0 = as much as num_slots sequences "

@@ -45,6 +45,7 @@ RENAMED = {
     "rollout.compute_dtype": "write rollout.dtype, which is that of keys and values too",
     "eval.top_k": "evaluations have the rollouts' rollout.top_k",
     "eval.top_p": "evaluations have the rollouts' rollout.top_p",
+    "rollout.order": "longest, always: prompts whose last responses were longest start first where slots are short",
 }
 
 

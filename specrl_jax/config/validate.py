@@ -180,7 +180,6 @@ def _environment(config: Config, need: Requirement) -> None:
     need("pipeline.weight_update", exact == "none", "its rollouts are single turns; leave none")
     need("policy.router_replay", not config.policy.router_replay, "experts of single turns are recorded; leave False")
     need("grpo.oversample", not config.grpo.oversample, "a conversation does not outlive its step; leave 0")
-    need("rollout.order", config.rollout.order == "given", "the lengths of conversations are not kept; leave given")
     need("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens, "the data does not say; set a number")
     need("data.chat", config.data.chat == "never", "the environment makes the messages; leave never")
     compares = config.task == "train" and config.draft.kind != "none" and config.draft.compare_rounds

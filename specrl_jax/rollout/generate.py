@@ -111,6 +111,7 @@ class RolloutGenerator:
         self._rollout, self._scorer, self._speculation = rollout, scorer, speculation
         self._on_progress, self._partial, self._lengths = on_progress, partial, PromptLengths(partial.seen)
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
+        self._outnumbered = self._grpo.prompts_at_once * self._grpo.group_size > config.rollout.num_slots
         self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
         self.begins_early = exact  # rollouts of a step may begin under the weights before its own
@@ -150,7 +151,7 @@ class RolloutGenerator:
         rounds = sample_rounds(generate, problems, self._upcoming.take_more, grpo=self._grpo, step=step)
         if self._lookahead and later:
             self._lookahead.texts = later.texts
-        if self._config.rollout.order == "longest":
+        if self._outnumbered:
             self._partial = self._partial._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
         return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._partial])
@@ -222,8 +223,8 @@ class RolloutGenerator:
     def _rollouts(
         self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
     ) -> Rollouts:
-        """Generate, under rollout.order=longest the longest first."""
-        if self._config.rollout.order == "given":
+        """Generate, where rollouts outnumber the slots those first whose prompts had the longest responses."""
+        if not self._outnumbered:
             return self._in_order(problems, ids, policy, newer, how)
         order, G = self._lengths.longest_first(problems), self._grpo.group_size
         found = self._in_order([problems[i] for i in order], ids[group_rows(order, G)], policy, newer, how)

@@ -207,7 +207,6 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         (GAME | {"environment.template": "so"}, ("environment.template", "{message}")),
         (GAME | {"environment.turn_tokens": 49}, ("environment.turn_tokens=49", "rollout.max_response_tokens=12")),
         (GAME | {"task": "generate"}, ("task=generate", "environment.name=guessing")),
-        (GAME | {"rollout.order": "longest"}, ("rollout.order=longest", "environment.name=guessing")),
         ({"rollout.stop": ("",)}, ("rollout.stop", "an empty text")),
         ({"rollout.stop": ("a" * 65, "ü" * 32)}, ("rollout.stop", "129 bytes", "at most 128")),
         (

@@ -26,7 +26,7 @@ class PartialRollouts(NamedTuple):
     problems: list[Problem]  # of groups that go on in the next step
     rollouts: Rollouts | None  # theirs, finished or not; None: no groups
     dropped: int = 0  # response tokens of groups that do not go on
-    seen: SeenLengths = NONE_SEEN  # of the prompts of all steps (rollout.order)
+    seen: SeenLengths = NONE_SEEN  # of the prompts of all steps
 
     @property
     def carried(self) -> int:
