@@ -79,13 +79,12 @@ USE_ROOMS = ("rooms", "traces", "drafters")
 # updates are 24 passes over the answers of other heads, which a draft then knows by heart: four times as many.
 LONG = ["steps=1200", "pretrain.rollouts=4096", "draft.warmup=60", "eval.every=400"]
 # By operations an update of DSpark is half of an EAGLE-3 head's.
-ONE_PASS = [*LONG, "draft.anchor_stride=4"]
 TRAINED = {
-    "dspark": [*ONE_PASS, "draft.kind=dspark"],
+    "dspark": [*LONG, "draft.kind=dspark"],
     "eagle3_1200": [*LONG, "draft.kind=eagle3"],
     "eagle3_600": [*LONG, "draft.kind=eagle3", "steps=600"],
-    "peagle": [*ONE_PASS, "draft.kind=peagle"],
-    "dflash": [*ONE_PASS, "draft.kind=dflash"],
+    "peagle": [*LONG, "draft.kind=peagle"],
+    "dflash": [*LONG, "draft.kind=dflash"],
     "mtp": ["draft.kind=mtp", "draft.vocab_size=0"],
 }
 # Trained for every base of these workloads; else for the base of seed 0 alone.

@@ -18,10 +18,12 @@ from experiments.simulator.lengths import LogNormalLengths
 from experiments.simulator.report import report
 from experiments.simulator.rollout import LENGTHS, cumulative_acceptance
 from experiments.simulator.scenario import Points, Scenario, points
-from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.config import DraftConfig
+from specrl_jax.config.validate import draft_options
 from specrl_jax.drafts.sizes import ONE_PASS, Head, priced_head
 from specrl_jax.errors import InputError
 from specrl_jax.learner.batch import TILE_BYTES
+from specrl_jax.learner.build import ANCHOR_STRIDE
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.decoder import DecoderConfig, preset
 from specrl_jax.models.flops import BYTES
@@ -50,7 +52,7 @@ def run(f: flags.FlagValues) -> None:
 
 
 def make_head(model: DecoderConfig, c: ConfigDict) -> Head:
-    new = DraftOptions(c.draft.kind)
+    new = draft_options(DraftConfig(kind=c.draft.kind))
     return priced_head(new.kind, model, max(0, c.draft.vocab_size), slots=new.slots, layers=new.layers)
 
 
@@ -86,7 +88,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             microbatch_tokens=max(0, c.grpo.microbatch_tokens),
             remat=c.policy.remat,
             ttt_steps=c.draft.ttt_steps if trained_head else 0,
-            anchor_stride=c.draft.anchor_stride,
+            anchor_stride=ANCHOR_STRIDE if c.draft.kind in ONE_PASS else 1,
             tiled=4 * (c.rollout.max_prompt_tokens + limit) * model.vocab > TILE_BYTES,
         ),
         rollout_split=split,

@@ -80,9 +80,6 @@ class DraftConfig:
         True, "choose k from 0, 1, 2, 3, 5, 7 below draft.length and itself by measured cost and acceptance"
     )
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
-    anchor_stride: int = key(
-        1, "peagle, dspark, dflash: in an update a draft starts every n tokens", "tokens", low=1, high=1024
-    )
     cascade: int = key(
         0, "match length from which a copy overrides a draft with weights; 0 = never", "tokens", low=0, high=8
     )
@@ -109,9 +106,13 @@ class DraftConfig:
         choices=("all", "weighted", "refused"),
     )
     replay_updates: int = key(
-        0, "further updates of a step, from the texts of earlier steps; 0 = none", "updates", low=0, high=65_536
+        0,
+        "most further updates of a step, from the texts of earlier ones; an asynchronous learner makes them while it "
+        "waits for rollouts; 0 = none",
+        "updates",
+        low=0,
+        high=65_536,
     )
-    replay_idle: bool = key(False, "make further updates only while the learner waits for rollouts")
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(
         0,

@@ -46,6 +46,8 @@ RENAMED = {
     "eval.top_k": "evaluations have the rollouts' rollout.top_k",
     "eval.top_p": "evaluations have the rollouts' rollout.top_p",
     "rollout.order": "longest, always: prompts whose last responses were longest start first where slots are short",
+    "draft.anchor_stride": "drafters of one pass start a draft at every fourth token, always",
+    "draft.replay_idle": "draft.replay_updates are made while an asynchronous learner waits, else after its updates",
 }
 
 

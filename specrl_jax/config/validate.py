@@ -15,6 +15,7 @@ from specrl_jax.data.prompts import PromptFormat, split_paths
 from specrl_jax.data.schemas import schema_names
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
+from specrl_jax.drafts.sizes import NEW_SLOTS
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.rewards.code.reward import MARGIN
 from specrl_jax.rewards.sandbox.http import is_url
@@ -51,9 +52,10 @@ def has_weights(kind: str) -> bool:
 
 
 def draft_options(draft: DraftConfig) -> DraftOptions:
-    """Return the keys that choose a draft; a new one has the sizes that are the defaults of DraftOptions."""
+    """Return the keys that choose a draft, with the sizes of a new one."""
     names = {field.name for field in dataclasses.fields(DraftOptions)} & vars(draft).keys()
-    return DraftOptions(**{name: getattr(draft, name) for name in names})
+    slots = NEW_SLOTS.get(draft.kind, DraftOptions.slots)
+    return DraftOptions(**{name: getattr(draft, name) for name in names}, slots=slots)
 
 
 def _draft(config: Config, need: Requirement) -> None:
@@ -66,18 +68,11 @@ def _draft(config: Config, need: Requirement) -> None:
     drafts = f"rollout.num_slots={r.num_slots} x draft.length={d.length}"
     need("draft.budget", not within, f"{drafts} drafts are all within it; leave 0")
     need("draft.replay_updates", learns or not d.replay_updates, "there is no draft that learns; leave 0")
-    need(
-        "draft.replay_idle",
-        not d.replay_idle or (config.pipeline.mode == "async" and d.replay_updates),
-        "the learner waits for rollouts under pipeline.mode=async alone, and draft.replay_updates bounds the updates",
-    )
     if config.pipeline.weight_update == "exact" and learns:
         # In every array what the draft of the synchronous run has.
         alike = "under pipeline.weight_update=exact a draft learns what it would in a synchronous run, and "
         by_start = "which tokens were refused drafts depends on when a rollout began; all is needed"
         need("draft.positions", d.positions == "all", alike + by_start)
-        by_clock = "how many updates there are depends on the clock; False is needed"
-        need("draft.replay_idle", not d.replay_idle, alike + by_clock)
     if d.kind == "auto":
         named = d.path or d.preset or d.dialect or d.cascade
         need("draft.kind", not named, "name the kind beside draft.path, .preset, .dialect, .cascade: auto chooses one")

@@ -42,6 +42,9 @@ from specrl_jax.rl.objectives import Objective
 
 # Tasks whose learner has batches of texts, whose rows have lengths of their own.
 OF_TEXTS = ("pretrain", "draft_pretrain")
+# In an update a drafter of one pass starts a draft every so many tokens, another one each time: one from every token
+# would be ttt_steps slots for each.
+ANCHOR_STRIDE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         loss=plan.config.draft.loss,
         ttt_steps=plan.config.draft.ttt_steps,
         positions=plan.config.draft.positions,
-        anchor_stride=plan.config.draft.anchor_stride,
+        anchor_stride=ANCHOR_STRIDE if plan.draft.takes_anchors else 1,
         vocab_tile=forward.vocab_tile,
         temperature=forward.temperature,
     )

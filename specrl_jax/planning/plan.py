@@ -285,8 +285,6 @@ def _check_draft(plan: Plan) -> None:
         need("draft.history", kept, "earlier rollouts are not sent to workers; set 0")
     if draft is None:
         return
-    anchored = d.anchor_stride == 1 or draft.takes_anchors
-    need("draft.anchor_stride", anchored, f"draft.kind={d.kind} drafts behind every token in training; leave 1")
     for key in ("length", "ttt_steps") if draft.longest is not None else ():
         within = getattr(d, key) <= draft.longest
         need(f"draft.{key}", within, f"a block of this drafter has {draft.longest} drafts")

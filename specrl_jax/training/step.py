@@ -77,7 +77,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
         del published  # in a synchronous run the rollout weights are gone before anything is learned
     leave_if(stop)
     with clock("generate"):
-        if replay and config.draft.replay_idle and trains_draft:
+        if replay and replay.idle and trains_draft:
             state, replayed = replay.learn(state, step, functools.partial(_waits, pipeline, step, stop))
         produced = pipeline.take(step)
     leave_if(stop)
@@ -94,7 +94,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
         state, updates = update(learner, state, batch.rows, inputs=inputs, train_draft=trains_draft)
         if replay:
             replay.add(batch.rows)
-            if trains_draft and not config.draft.replay_idle:
+            if trains_draft and not replay.idle:
                 state, replayed = replay.learn(state, step)
         state = jax.block_until_ready(_with_replaced(learner, state, updates))
     result = StepResult(

@@ -158,13 +158,8 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"draft.kind": "ngram", "draft.argmax": True}, ["draft.argmax", "draft.kind=ngram"]),
         ({"draft.kind": "ngram", "draft.replay_updates": 1}, ["draft.replay_updates=1", "no draft that learns"]),
         ({"draft.online": False, "draft.replay_updates": 1}, ["draft.replay_updates=1", "no draft that learns"]),
-        ({"draft.replay_updates": 1, "draft.replay_idle": True}, ["draft.replay_idle", "pipeline.mode=async"]),
         (EXACT | {"draft.positions": "weighted"}, ["draft.positions=weighted", "pipeline.weight_update=exact", "all"]),
         (EXACT | {"draft.positions": "refused"}, ["draft.positions=refused", "pipeline.weight_update=exact"]),
-        (
-            EXACT | ASYNC | {"draft.replay_updates": 1, "draft.replay_idle": True},
-            ["draft.replay_idle=True", "pipeline.weight_update=exact", "False"],
-        ),
         ({"draft.kind": "eagle3", "draft.argmax": True, "draft.cascade": 4}, ["draft.argmax", "draft.cascade=4"]),
         ({"reward.weights": (1.0, 2.0)}, ["reward.weights", "2 weights", "1 rewards"]),
         ({"reward.name": "exact,exact"}, ["reward.name", "twice"]),

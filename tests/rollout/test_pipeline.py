@@ -376,7 +376,7 @@ def test_rollouts_are_as_old_as_the_lag_and_no_older(runs):
 @pytest.mark.slow
 def test_the_draft_learns_again_while_the_learner_waits_for_rollouts(runs, tmp_path):
     """How often depends on the clock; every update is counted, none is beyond the bound, and no step is lost."""
-    replay = {"replay_updates": 2, "replay_idle": True}
+    replay = {"replay_updates": 2}
     rows = train(with_config(runs["lag 0"][0], draft=replay), tmp_path)[1:]
     further = [row["draft/replay_updates"] for row in rows]
     # With no lag the learner waits in every step; before the first there are no texts.
