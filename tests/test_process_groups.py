@@ -229,7 +229,7 @@ def test_two_copies_of_two_processes_each(tmp_path):
 @pytest.mark.long
 def test_asynchronously_on_devices_that_only_generate(tmp_path):
     """Of each process one device learns; evaluations borrow the other ones in turn with two processes' rollouts."""
-    one_each = ["--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]
+    one_each = ["--config.pipeline.rollout_devices=1", "--config.mesh.tensor=2"]
     shared = [*SMALL, *AHEAD, *PARITY, "--config.eval.every=2"]
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
@@ -240,33 +240,22 @@ def test_asynchronously_on_devices_that_only_generate(tmp_path):
     assert not [found for found in compared(rows, expected) if found[2] != found[3]]
 
 
-# The command line cannot set a key that has the name of a method of ConfigDict.
-EXACT = """
-from configs import rlzero_tiny
-def get_config(arg=""):
-    c = rlzero_tiny.get_config("smoke")
-    c.pipeline.weight_update = "exact"
-    return c
-"""
-
-
 @pytest.mark.long
 def test_rollouts_that_begin_early_in_two_processes(tmp_path):
     """When they begin, give way to evaluations and end, the first process decides; which tokens come of it, nobody."""
-    (tmp_path / "exact.py").write_text(EXACT)
-    early = ["--config.pipeline.mode=async", "--config.pipeline.tensor=2"]
+    early = ["--config.pipeline.schedule=exact", "--config.mesh.tensor=2"]
     shared = [*early, *SMALL, *PARITY, "--config.eval.every=2", "--config.steps=4"]
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
-    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1", config=tmp_path / "exact.py", sizes=SOON)
-    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2", config=tmp_path / "exact.py", sizes=SOON)
+    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1", sizes=SOON)
+    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2", sizes=SOON)
     assert texts(several) == texts(one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pipeline", ["sync", "async"])
 def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
-    settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]}
+    settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.mesh.tensor=2"]}
     started = started_run(tmp_path, *SMALL, *settings[pipeline], devices=2)
     started[1].send_signal(signal.SIGTERM)
     assert [process.wait(timeout=120) for process in started] == [143, 143]
@@ -277,11 +266,8 @@ def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pipeline.tensor=4", "pipeline.tensor=4 x pipeline.expert=1: a copy takes pipeline.rollout_devices=1 of 4 "),
-        (
-            "pipeline.rollout_devices=3 pipeline.tensor=2",
-            "pipeline.rollout_devices=3: it must divide by pipeline.tensor=2",
-        ),
+        ("mesh.tensor=2 pipeline.rollout_devices=3", "pipeline.rollout_devices=3: it must divide by mesh.tensor=2"),
+        ("mesh.tensor=3", "pipeline.rollout_devices=1: it must divide by mesh.tensor=3 x mesh.expert=1"),
     ],
 )
 def test_copies_that_no_processes_can_hold_are_refused_in_one_line(override, message, tmp_path):

@@ -68,11 +68,11 @@ OVERRIDES = {
     "checkpoint.keep": STEPS,
 }
 OF_KIND = {"model": {"draft.preset": "nano"}}
-ASYNC = {"pipeline.mode": "async", "pipeline.lag": 1, "grpo.correction": "token_truncate"}
+ASYNC = {"pipeline.schedule": "async", "pipeline.lag": 1, "grpo.correction": "token_truncate"}
 OF_MODE: dict[str, dict[str, object]] = {
     "async": ASYNC | {"pipeline.rollout_devices": 1},
     "workers": ASYNC | {"pipeline.workers": 1},
-    "exact": {"pipeline.weight_update": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"},
+    "exact": {"pipeline.schedule": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"},
     "quantised": {"rollout.quantize": "int8", "grpo.correction": "token_truncate"},
     "environment": {
         "data.task": "calls",

@@ -56,14 +56,6 @@ class RolloutConfig:
     dtype: str = key(
         "float32", "storage of keys and values, and activations of decoding between matmuls", choices=DTYPES
     )
-    carry: int = key(
-        0,
-        "most unfinished rollouts that a step leaves and that go on in the next (partial rollouts); 0 = they are "
-        "dropped; needs grpo.oversample",
-        "rollouts",
-        low=0,
-        high=INT32,
-    )
     quantize: str = key(
         "none",
         "8-bit weights of the policy that generates, one scale an output channel; training needs grpo.correction",
@@ -131,7 +123,7 @@ class GRPOConfig:
     oversample: int = key(
         0,
         "prompts that a step begins beyond prompts_per_step; it ends when so many are complete, the others are dropped "
-        "or go on (rollout.carry)",
+        "or go on (pipeline.schedule=partial)",
         "prompts",
         low=0,
         high=65_536,
@@ -158,13 +150,13 @@ class GRPOConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    mode: str = key("sync", "generate, then learn; async = do both at once", choices=("sync", "async"))
-    weight_update: str = key(
-        "none",
-        "what new weights do to rollouts that have begun: none = nothing; exact = verify what earlier weights drew, so "
-        "that every rollout is a sample of the newest policy, and those of later steps may begin early; inflight = "
-        "running rollouts go on with them (async)",
-        choices=("none", "exact", "inflight"),
+    schedule: str = key(
+        "sync",
+        "sync = generate, then learn; async = both at once; inflight = async, and running rollouts take new weights; "
+        "exact = rollouts of later steps begin early and are verified under the newest weights, so that each is a "
+        "sample of the newest policy: beside the learner on pipeline.rollout_devices or pipeline.workers, else in turn "
+        "with it; partial = sync, and what grpo.oversample leaves unfinished goes on in the next step",
+        choices=("sync", "async", "inflight", "exact", "partial"),
     )
     recompute_cache: bool = key(
         False, "inflight: compute keys and values of running rollouts anew under new weights; else they stay"
@@ -179,19 +171,11 @@ class PipelineConfig:
     )
     rollout_devices: int = key(
         0,
-        "each process's last devices, that only generate; 0 = all devices do both (sync)",
+        "each process's last devices, that only generate; 0 = all devices do both",
         "devices",
         low=0,
         high=65_536,
     )
-    tensor: int = key(
-        1,
-        "shards of heads and widths on pipeline.rollout_devices, of several processes where one has too few",
-        "devices",
-        low=1,
-        high=65_536,
-    )
-    expert: int = key(1, "shards of the experts there", "devices", low=1, high=65_536)
     workers: int = key(
         0,
         "async: processes that only generate (task=rollout), for which a run waits; more may join; 0 = none",
@@ -203,6 +187,12 @@ class PipelineConfig:
         "localhost",
         "name or address of the learner's first machine, by which its other processes and rollout workers reach it",
     )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Return whether rollouts are generated beside the learner."""
+        beside = self.rollout_devices or self.workers
+        return self.schedule in ("async", "inflight") or bool(self.schedule == "exact" and beside)
 
 
 @dataclasses.dataclass(frozen=True)

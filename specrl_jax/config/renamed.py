@@ -48,6 +48,11 @@ RENAMED = {
     "rollout.order": "longest, always: prompts whose last responses were longest start first where slots are short",
     "draft.anchor_stride": "drafters of one pass start a draft at every fourth token, always",
     "draft.replay_idle": "draft.replay_updates are made while an asynchronous learner waits, else after its updates",
+    "pipeline.mode": "write pipeline.schedule=async for async, and leave sync out",
+    "pipeline.weight_update": "write pipeline.schedule=exact or inflight, and leave none out",
+    "pipeline.tensor": "rollouts are split as mesh.tensor",
+    "pipeline.expert": "rollouts are split as mesh.expert",
+    "rollout.carry": "write pipeline.schedule=partial: all that grpo.oversample leaves unfinished goes on",
 }
 
 

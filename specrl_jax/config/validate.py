@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable
 
 from specrl_jax.config import Config, DraftConfig
-from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.requirement import Requirement
+from specrl_jax.config.schedule import check_schedule, check_workers
 from specrl_jax.config.schema import UINT32, build
-from specrl_jax.config.workers import check_workers
 from specrl_jax.data.prompts import PromptFormat, split_paths
 from specrl_jax.data.schemas import schema_names
 from specrl_jax.drafts.base import DraftOptions
@@ -68,9 +67,9 @@ def _draft(config: Config, need: Requirement) -> None:
     drafts = f"rollout.num_slots={r.num_slots} x draft.length={d.length}"
     need("draft.budget", not within, f"{drafts} drafts are all within it; leave 0")
     need("draft.replay_updates", learns or not d.replay_updates, "there is no draft that learns; leave 0")
-    if config.pipeline.weight_update == "exact" and learns:
+    if config.pipeline.schedule == "exact" and learns:
         # In every array what the draft of the synchronous run has.
-        alike = "under pipeline.weight_update=exact a draft learns what it would in a synchronous run, and "
+        alike = "under pipeline.schedule=exact a draft learns what it would in a synchronous run, and "
         by_start = "which tokens were refused drafts depends on when a rollout began; all is needed"
         need("draft.positions", d.positions == "all", alike + by_start)
     if d.kind == "auto":
@@ -171,10 +170,9 @@ def _environment(config: Config, need: Requirement) -> None:
     need("environment.turn_tokens", not longest or e.turn_tokens <= longest, most)
     need = Requirement(config, f" beside environment.name={e.name}")
     need("task", config.task not in ("generate", "benchmark", "draft_pretrain"), "it knows single turns only")
-    exact = config.pipeline.weight_update
-    need("pipeline.weight_update", exact == "none", "its rollouts are single turns; leave none")
+    whole = config.pipeline.schedule in ("sync", "async")
+    need("pipeline.schedule", whole, "a conversation does not outlive its weights; set sync or async")
     need("policy.router_replay", not config.policy.router_replay, "experts of single turns are recorded; leave False")
-    need("grpo.oversample", not config.grpo.oversample, "a conversation does not outlive its step; leave 0")
     need("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens, "the data does not say; set a number")
     need("data.chat", config.data.chat == "never", "the environment makes the messages; leave never")
     compares = config.task == "train" and config.draft.kind != "none" and config.draft.compare_rounds
@@ -265,7 +263,7 @@ def _dry_run(config: Config, need: Requirement) -> None:
 Check = Callable[[Config, Requirement], None]
 _CHECKS: tuple[Check, ...] = (
     *(_draft, _rewards, _programs, _environment, _policy, _sampling, _minibatches, _objective),
-    *(check_older_weights, check_workers, _optimizers, _data, _mesh),
+    *(check_schedule, check_workers, _optimizers, _data, _mesh),
 )
 # What a task needs beside what all of them need.
 _TASKS: dict[str, Check] = {

@@ -4,8 +4,8 @@ The texts are kept on the host, not their features: a forward pass of the curren
 learns what the policy would say now of texts that it wrote some steps ago, and a checkpoint keeps a few integers a
 token. Further updates take turns over kept steps and their minibatches by a generator that the step seeds.
 
-Where the learner waits for rollouts they fill that time, and end with it: under pipeline.mode=async, but for an exact
-run, whose bits must not follow the clock.
+Where the learner waits for rollouts they fill that time, and end with it: under pipeline.schedule=async or inflight,
+not in an exact run, whose bits must not follow the clock.
 """
 
 import dataclasses
@@ -35,8 +35,7 @@ class Replay:
     def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
         """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
-        pipeline = learner.plan.config.pipeline
-        self.idle = pipeline.mode == "async" and pipeline.weight_update != "exact"  # learns while the learner waits
+        self.idle = learner.plan.config.pipeline.schedule in ("async", "inflight")  # learns while the learner waits
         packed = Packed(saved.values.get(REPLAY, []), dict(saved.arrays)) if saved else Packed([], {})
         # A run may go on with more devices than packed the rows.
         texts = [divisible(rows, self._shares, learner.packing) for rows in unpack(list[Rows], packed)]

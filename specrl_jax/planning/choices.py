@@ -264,7 +264,7 @@ class _Sizing(NamedTuple):
         rollouts, fitting = self.config.grpo.prompts_per_step * self.config.grpo.group_size, self.free_slots()
         unit = partitioner(self.machine.mesh, ROLLOUT).num_shards("batch")
         if self.apart:  # batches are split over data and expert
-            unit = self.rollout_devices // self.config.pipeline.tensor
+            unit = self.rollout_devices // self.rollout_split[0]
         slots = min(fitting, rollouts)
         # Batches that have thinned go on in a quarter and a sixteenth of the rows.
         slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
@@ -292,8 +292,8 @@ class _Sizing(NamedTuple):
     @property
     def rollout_split(self) -> tuple[int, int]:
         """Return the devices of a copy of the rollouts' weights: those that split widths, and experts."""
-        p, shape = self.config.pipeline, self.machine.mesh.shape
-        return (p.tensor, p.expert) if self.apart else (shape["tensor"], shape["expert"])
+        shape = self.machine.mesh.shape
+        return shape["tensor"], shape["expert"]
 
     @property
     def head(self) -> Head | None:

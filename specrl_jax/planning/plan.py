@@ -1,6 +1,7 @@
 """The plan of a run: sizes, meshes and engine limits, checked against folders and devices before any array exists."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -198,7 +199,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, pla
         turns=bool(config.environment.name),
         budget=draft.budget // num_shards,
         earlier=_earlier(config) if config.task == "train" else "",
-        versions=config.pipeline.weight_update == "inflight" or rollout.carry > 0,
+        versions=config.pipeline.schedule in ("inflight", "partial"),
         records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
     )
 
@@ -212,30 +213,38 @@ def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
         return ProcessGroups((tuple(range(jax.process_count())),))
     if not p.rollout_devices:
         return find_groups(mesh)
-    n, each, split = jax.process_count(), p.rollout_devices, p.tensor * p.expert
+    n, each, split = jax.process_count(), p.rollout_devices, math.prod(_split(mesh))
     size = max(1, split // each)
-    shown = f"pipeline.tensor={p.tensor} x pipeline.expert={p.expert}: a copy takes pipeline.rollout_devices={each}"
-    if n % size:
-        raise InputError(f"{shown} of {size} processes, which must divide the {n} there are")
     learning = mesh.size // n
-    if size > 1 and learning % each:
-        raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
+    if (each % split and split % each) or n % size or (size > 1 and learning % each):
+        tensor, expert = _split(mesh)
+        raise InputError(
+            f"pipeline.rollout_devices={each}: it must divide by mesh.tensor={tensor} x mesh.expert={expert}, which "
+            f"split a copy of the weights, or that by it: a copy then takes those of {size} processes, which must "
+            f"divide the {n} there are, and pipeline.rollout_devices the {learning} of each that learn"
+        )
     return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
 
 
 def _earlier(config: Config) -> str:
     """Return what becomes of tokens that earlier weights drew: EngineConfig.earlier."""
-    if config.pipeline.weight_update == "exact":
+    if config.pipeline.schedule == "exact":
         return "verify"
-    return "keep" if config.rollout.carry or config.pipeline.recompute_cache else ""
+    return "keep" if config.pipeline.schedule == "partial" or config.pipeline.recompute_cache else ""
+
+
+def _split(mesh: Mesh) -> tuple[int, int]:
+    """Return the devices that split widths, and experts, of each copy of the weights: rollouts' as the learner's."""
+    return mesh.shape["tensor"], mesh.shape["expert"]
 
 
 def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
     """Return the part of the learner's mesh that a group of processes has, or a mesh of its devices beside it."""
     if not p.rollout_devices:
         return group_mesh(mesh)
+    tensor, expert = _split(mesh)
     devices = [d for i in groups.own for d in jax.local_devices(process_index=i)[-p.rollout_devices :]]
-    sizes = {"data": len(devices) // (p.tensor * p.expert), "expert": p.expert, "tensor": p.tensor}
+    sizes = {"data": len(devices) // (tensor * expert), "expert": expert, "tensor": tensor}
     if len(groups.own) == 1:
         return make_mesh(sizes, devices)
     # In the order of the processes, each of which holds the same parts among its devices that learn (`staging_mesh`).
@@ -246,9 +255,8 @@ def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
 def _group_share(config: Config, n: int) -> Config:
     """Return the config with the slots and prompts of one of n groups. Raise InputError where they do not divide."""
     rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
-    for key, value in (("num_slots", rollout.num_slots), ("carry", rollout.carry)):
-        if value % n:
-            raise InputError(f"rollout.{key}={value} must divide by the {n} copies of several processes")
+    if rollout.num_slots % n:
+        raise InputError(f"rollout.num_slots={rollout.num_slots} must divide by the {n} copies of several processes")
     for key, value in (("prompts_per_step", grpo.prompts_per_step), ("oversample", grpo.oversample)):
         if value % processes:  # each scores its own
             raise InputError(f"grpo.{key}={value} must divide by the {processes} processes")
@@ -261,12 +269,12 @@ def _group_share(config: Config, n: int) -> Config:
 def _check_processes(config: Config, groups: ProcessGroups) -> None:
     """Raise InputError for options that several processes do not support."""
     need = Requirement(config)
-    alone = config.pipeline.mode == "sync" or jax.process_count() == 1
+    alone = not config.pipeline.asynchronous or jax.process_count() == 1
     need(
         "grpo.sampling_rounds",
         alone or config.grpo.sampling_rounds == 1,
-        "several processes would have to ask each other whether to generate again, and under pipeline.mode=async they "
-        "do not wait for each other",
+        "several processes would have to ask each other whether to generate again, and beside the learner they do not "
+        "wait for each other",
     )
     need(
         "environment.name",

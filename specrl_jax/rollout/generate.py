@@ -112,7 +112,7 @@ class RolloutGenerator:
         self._on_progress, self._partial, self._lengths = on_progress, partial, PromptLengths(partial.seen)
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
         self._outnumbered = self._grpo.prompts_at_once * self._grpo.group_size > config.rollout.num_slots
-        self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
+        self._synchronous, exact = not config.pipeline.asynchronous, config.pipeline.schedule == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
         self.begins_early = exact  # rollouts of a step may begin under the weights before its own
         self._lookahead: LookaheadBuffer | None = None
@@ -210,14 +210,14 @@ class RolloutGenerator:
         self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
     ) -> ScoredRollouts:
         """Return the first groups to be finished, of those left from the last step and new ones; keep the others."""
-        partial, G, carry = self._partial, self._grpo.group_size, self._config.rollout.carry // len(self._groups.groups)
+        partial, G, carries = self._partial, self._grpo.group_size, self._config.pipeline.schedule == "partial"
         if partial.rollouts is not None:
             problems, ids = partial.problems + problems, np.concatenate([partial.rollouts.rollout_id, ids])
         share = self._groups.share(self._grpo.prompts_per_step)
         groups = share.group.stop - share.group.start
-        how = dataclasses.replace(how, enough=enough_groups(groups, G, carry))
+        how = dataclasses.replace(how, enough=enough_groups(groups, G))
         found = self._rollouts(problems, ids, policy, newer, how)
-        learned, asked, self._partial = split_groups(found, problems, groups, group_size=G, carries=carry > 0)
+        learned, asked, self._partial = split_groups(found, problems, groups, group_size=G, carries=carries)
         return self._scored(learned, asked, share)
 
     def _rollouts(

@@ -166,7 +166,7 @@ class _Run:
     def open_pipeline(self) -> None:
         """Open the source of rollouts, with those that the checkpoint held."""
         # The display belongs to this thread.
-        synchronous = self.config.pipeline.mode == "sync"
+        synchronous = not self.config.pipeline.asynchronous
         on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
         generation = RolloutGenerator(
             self.rollout,

@@ -1,8 +1,9 @@
 """One RL step: GRPO (DeepSeekMath, arXiv 2402.03300, Algorithm 1) on speculative rollouts, in five phases.
 
 Log-probs, ratio, KL and loss come from the policy's own forward. A draft with weights is trained in the train phase
-from the features of that forward, and nothing of it reaches the policy. Under `pipeline.mode=async` the phases data and
-generate of later steps run in a thread, beside the other phases of this one (rollout/pipeline.py).
+from the features of that forward, and nothing of it reaches the policy. Where rollouts are generated beside the
+learner, the phases data and generate of later steps run in a thread, beside the other phases of this one
+(rollout/pipeline.py).
 """
 
 import functools

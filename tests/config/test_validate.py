@@ -28,8 +28,8 @@ def refusal(values):
     return message
 
 
-EXACT = {"pipeline.weight_update": "exact", "rollout.rule": "coupled", "draft.kind": "eagle3"}
-ASYNC = {"pipeline.mode": "async", "pipeline.rollout_devices": 1}
+EXACT = {"pipeline.schedule": "exact", "rollout.rule": "coupled", "draft.kind": "eagle3"}
+ASYNC = {"pipeline.schedule": "async", "pipeline.rollout_devices": 1}
 GAME = {"environment.name": "guessing", "draft.compare_rounds": 0, "draft.kind": "none"}
 
 
@@ -45,7 +45,7 @@ GAME = {"environment.name": "guessing", "draft.compare_rounds": 0, "draft.kind":
         ("rollout.rule", "greedy", "rejection, block, coupled"),
         ("rollout.dtype", "half", "float32, bfloat16"),
         ("grpo.advantage", "gae", "grpo, dr_grpo, rloo"),
-        ("pipeline.mode", "later", "sync, async"),
+        ("pipeline.schedule", "later", "sync, async, inflight, exact, partial"),
         ("optimizer.name", "adam", "adamw, muon"),
         ("data.task", "arithmetics", "arithmetic, long_arithmetic, countdown"),
         ("reward.name", "exakt", "package.module:function"),
@@ -145,10 +145,15 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"grpo.correction": "token_mask", "grpo.old_logprobs": "rollout"}, ["grpo.correction", "grpo.old_logprobs"]),
         ({"grpo.clip_dual": 0.5}, ["grpo.clip_dual=0.5", "above 1", "0"]),
         ({"grpo.overlong_buffer": 13}, ["grpo.overlong_buffer=13", "rollout.max_response_tokens=12"]),
-        ({"pipeline.mode": "async"}, ["pipeline.mode=async", "pipeline.rollout_devices"]),
-        ({"pipeline.mode": "async", "pipeline.rollout_devices": 1}, ["pipeline.lag=1", "grpo.correction"]),
-        ({"pipeline.tensor": 2}, ["pipeline.tensor=2", "pipeline.rollout_devices"]),
-        ({"pipeline.tensor": 2, "pipeline.rollout_devices": 3}, ["pipeline.rollout_devices=3", "pipeline.tensor=2"]),
+        ({"pipeline.schedule": "async"}, ["pipeline.schedule=async", "pipeline.rollout_devices"]),
+        (
+            {"pipeline.schedule": "async", "pipeline.rollout_devices": 1},
+            ["pipeline.schedule=async", "older policies", "grpo.correction"],
+        ),
+        (
+            ASYNC | {"pipeline.workers": 1},
+            ["pipeline.schedule=async", "either pipeline.rollout_devices", "pipeline.workers"],
+        ),
         ({"optimizer.decay_steps": 3, "optimizer.warmup": 3}, ["optimizer.decay_steps=3", "optimizer.warmup=3"]),
         ({"draft.decay_steps": 3, "draft.warmup": 3}, ["draft.decay_steps=3", "draft.warmup=3"]),
         ({"draft.kind": "mtp", "draft.dialect": "vllm"}, ["draft.dialect", "vllm", "deepseek", "mimo"]),
@@ -158,8 +163,8 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"draft.kind": "ngram", "draft.argmax": True}, ["draft.argmax", "draft.kind=ngram"]),
         ({"draft.kind": "ngram", "draft.replay_updates": 1}, ["draft.replay_updates=1", "no draft that learns"]),
         ({"draft.online": False, "draft.replay_updates": 1}, ["draft.replay_updates=1", "no draft that learns"]),
-        (EXACT | {"draft.positions": "weighted"}, ["draft.positions=weighted", "pipeline.weight_update=exact", "all"]),
-        (EXACT | {"draft.positions": "refused"}, ["draft.positions=refused", "pipeline.weight_update=exact"]),
+        (EXACT | {"draft.positions": "weighted"}, ["draft.positions=weighted", "pipeline.schedule=exact", "all"]),
+        (EXACT | {"draft.positions": "refused"}, ["draft.positions=refused", "pipeline.schedule=exact"]),
         ({"draft.kind": "eagle3", "draft.argmax": True, "draft.cascade": 4}, ["draft.argmax", "draft.cascade=4"]),
         ({"reward.weights": (1.0, 2.0)}, ["reward.weights", "2 weights", "1 rewards"]),
         ({"reward.name": "exact,exact"}, ["reward.name", "twice"]),
@@ -205,14 +210,14 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"rollout.stop": ("",)}, ("rollout.stop", "an empty text")),
         ({"rollout.stop": ("a" * 65, "ü" * 32)}, ("rollout.stop", "129 bytes", "at most 128")),
         (
-            GAME | {"pipeline.weight_update": "exact", "rollout.rule": "coupled", "pipeline.lag": 1},
-            ("pipeline.weight_update=exact", "leave none"),
+            GAME | {"pipeline.schedule": "exact", "rollout.rule": "coupled", "pipeline.lag": 1},
+            ("pipeline.schedule=exact", "set sync or async"),
         ),
         (
             GAME | {"policy.router_replay": True, "policy.preset": "nano_moe"},
             ("policy.router_replay=True", "leave False"),
         ),
-        (GAME | {"grpo.oversample": 2}, ("grpo.oversample=2", "leave 0")),
+        (GAME | {"grpo.oversample": 2}, ("grpo.oversample=2", "an environment", "leave 0")),
         (
             GAME | {"rollout.max_prompt_tokens": 0, "data.path": "x", "eval.path": "y"},
             ("rollout.max_prompt_tokens=0", "set a number"),

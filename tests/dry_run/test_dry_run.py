@@ -106,8 +106,8 @@ def test_the_phases_are_those_of_a_step(phases):
 
 
 EARLIER, ANSWERS, AGAIN = "generate: chunk of earlier tokens", "generate: extension", "features for the draft"
-EXACT = {"pipeline.weight_update": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"}
-CARRY = {"grpo.oversample": 1, "rollout.carry": 4, "grpo.correction": "token_truncate"}
+EXACT = {"pipeline.schedule": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"}
+CARRY = {"grpo.oversample": 1, "pipeline.schedule": "partial", "grpo.correction": "token_truncate"}
 ENVIRONMENT = {"environment.name": "calculator", "draft.compare_rounds": 0}
 
 

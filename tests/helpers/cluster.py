@@ -20,7 +20,7 @@ RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--confi
 RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
 SMALL = ["--config.policy.preset=nano", "--config.draft.kind=mtp"]
 STEPS = 5
-ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
+ASYNC = ("pipeline.schedule=async", "pipeline.rollout_devices=2")
 AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
 # These depend on the clock and on memory, or are differences of numbers that are equal but for rounding.
 NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "rollout_vs_learner/")

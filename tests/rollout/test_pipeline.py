@@ -252,7 +252,7 @@ def toy(tmp_path_factory):
     config.rollout.update({"num_slots": 4, "temperature": 0.1})  # few programs; text that repeats
     config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
     config.checkpoint.update({"every": EVERY, "keep": 9})
-    config.pipeline.update({"mode": "async", "rollout_devices": 1})
+    config.pipeline.update({"schedule": "async", "rollout_devices": 1})
     return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(lower_case))
 
 
@@ -334,9 +334,9 @@ def runs(tmp_path_factory):
     """Return (run, workdir, rows) of each mode; one run's compiled functions serve all."""
     found, first = {}, None
     for name, settings in {
-        "sync": {"mode": "sync"},
-        "lag 0": {"mode": "async", "lag": 0},
-        "lag 1": {"mode": "async", "lag": 1},
+        "sync": {"schedule": "sync"},
+        "lag 0": {"schedule": "async", "lag": 0},
+        "lag 1": {"schedule": "async", "lag": 1},
     }.items():
         run = with_config(first, pipeline=settings) if first else run_of(**settings)
         first, workdir = first or run, tmp_path_factory.mktemp("pipeline")

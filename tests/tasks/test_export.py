@@ -75,7 +75,8 @@ def test_a_run_of_many_hosts_is_exported_here(run, tmp_path):
     """Its mesh, its devices that only generate and its slots are more than this machine has."""
     config = rlzero_tiny.get_config("smoke")
     config.task, config.draft.vocab_size, config.mesh.fsdp, config.draft.budget = "train", 32, 60, 64
-    config.pipeline.update({"mode": "async", "rollout_devices": 4, "tensor": 4})
+    config.mesh.tensor = 4
+    config.pipeline.update({"schedule": "async", "rollout_devices": 4})
     config.rollout.cache_gb = 1e5
     open_workdir(str(tmp_path), dataclasses.asdict(from_config_dict(config)))
     shutil.copytree(run[1] / "checkpoints", tmp_path / "checkpoints")

@@ -339,7 +339,7 @@ def run():
     config.rollout.update({"num_slots": 4, "dtype": "bfloat16"})
     config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
     config.checkpoint.update({"every": 2, "keep": 9})
-    config.pipeline.update({"mode": "async", "rollout_devices": 1, "lag": 1})
+    config.pipeline.update({"schedule": "async", "rollout_devices": 1, "lag": 1})
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 2, "tensor": 1}, jax.devices()[:4])
     return make_run(config, mesh, FunctionScorer(lower_case))
 
