@@ -287,7 +287,6 @@ def test_a_config_is_needed(call):
         (["rollout.num_slots=12"], ["rollout.num_slots", "12", "mesh.fsdp=8"]),
         # The policy's sizes.
         (["rollout.max_response_tokens=5000"], ["rollout.max_response_tokens", "5010", "4096"]),
-        (["eval.max_response_tokens=5000"], ["eval.max_response_tokens", "5010", "4096"]),
         (["policy.preset=nano_moe", "draft.kind=mtp"], ["draft.kind=mtp", "mixture-of-experts", "eagle3"]),
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),
@@ -577,7 +576,7 @@ def test_a_refused_run_as_a_process(tmp_path):
 OTHER_TASKS = {
     "evaluate": ["eval.samples=2"],
     "generate": [],
-    "benchmark": ["benchmark.rounds=2", "benchmark.warmup=1", "draft.length=1"],
+    "benchmark": ["benchmark.rounds=2", "draft.length=1"],
     "draft_pretrain": ["steps=2", "pretrain.rollouts=16", "pretrain.batch_size=8"],
 }
 

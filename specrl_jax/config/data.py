@@ -2,17 +2,20 @@
 
 import dataclasses
 
-from specrl_jax.config.schema import INT32, LONGEST, key
+from specrl_jax.config.schema import INT32, key
 
 ROOMS = ("recite", "rooms", "other_rooms", "all_rooms")
 BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk", "calls", "guess", *ROOMS)
+
+# The reward `code`, paying the share of the tests that a program passes in place of all or nothing.
+CODE_SHARE = "code_share"
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
     name: str = key(
         "exact",
-        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code or your own "
+        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code, code_share or your own "
         "FILE.py:function or module:function; several are separated by commas, and the first decides what is correct",
     )
     # With the largest reward of a worker, 1e30, totals are finite in float32.
@@ -36,11 +39,6 @@ class RewardConfig:
     )
     memory: float = key(4.0, "memory of each reward process", "GiB", above=0, high=65_536)
     # Of the reward `code`.
-    tests: str = key(
-        "all",
-        "what code pays: all = 1 if a program passes every test of its row, else 0; share = the share that it passes",
-        choices=("all", "share"),
-    )
     sandbox: str = key(
         "auto",
         "where code runs programs: bubblewrap, landlock (as root), http://HOST:PORT of a SandboxFusion server, or auto "
@@ -54,8 +52,14 @@ class RewardConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the rewards that `name` lists."""
-        return tuple(name.strip() for name in self.name.split(",") if name.strip())
+        """Return the rewards that `name` lists; code_share is `code`, paid otherwise."""
+        names = (name.strip() for name in self.name.split(",") if name.strip())
+        return tuple("code" if name == CODE_SHARE else name for name in names)
+
+    @property
+    def pays_share(self) -> bool:
+        """Return whether a program earns the share of its tests that pass, else 1 for all of them."""
+        return CODE_SHARE in self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +86,10 @@ class DataConfig:
     system: str = key("", "system message for a chat that has none")
     thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
     skip: tuple[str, ...] = key(
-        (), "rows that are left out and counted, else the first is an error", choices=("malformed", "long")
-    )
-    special_tokens: str = key(
-        "text",
-        "the text of a special token in a row, as <|im_end|>: text = is encoded as other text, and such rows are "
-        "counted; refuse = the row is malformed",
-        choices=("text", "refuse"),
+        (),
+        "rows that are left out and counted: malformed and long ones, else the first is an error, and those that hold "
+        "the text of a special token, as <|im_end|>, else it is encoded as other text",
+        choices=("malformed", "long", "special"),
     )
     tokenizer: str = key("char", "char, or a folder with tokenizer.json; '' = policy.path")
 
@@ -112,7 +113,4 @@ class EvalConfig:
     greedy: bool = key(True, "before and after training also the likeliest answer to each problem")
     temperature: float = key(
         -1.0, "as rollout.temperature, of the answers in evaluations; -1 = rollout.temperature", low=-1, high=100
-    )
-    max_response_tokens: int = key(
-        0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0, high=LONGEST
     )

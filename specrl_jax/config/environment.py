@@ -23,4 +23,3 @@ class EnvironmentConfig:
         low=0,
         high=LONGEST,
     )
-    template: str = key("[{message}]", "text around what an environment says, where the tokenizer has no chat template")

@@ -96,11 +96,6 @@ class GRPOConfig:
         "(one update per step)",
         choices=("learner", "rollout", "current"),
     )
-    sampling_mask: str = key(
-        "replay",
-        "under top_k and top_p: old, new and reference log-probs of the tokens that sampling kept, or of all",
-        choices=("replay", "ignore"),
-    )
     correction: str = key(
         "none",
         "importance sampling for rollouts drawn with other numerics or older weights",

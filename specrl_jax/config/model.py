@@ -99,12 +99,6 @@ class DraftConfig:
         "soft cross-entropy, KL (same gradient), total variation, end-to-end TV",
         choices=("ce", "kl", "tv", "e2e_tv"),
     )
-    positions: str = key(
-        "all",
-        "tokens that weigh in the loss: all alike; weighted = those that the policy drew itself where drafts were "
-        "verified, and the next, three times as much; refused = those alone",
-        choices=("all", "weighted", "refused"),
-    )
     replay_updates: int = key(
         0,
         "most further updates of a step, from the texts of earlier ones; an asynchronous learner makes them while it "

@@ -53,6 +53,13 @@ RENAMED = {
     "pipeline.tensor": "rollouts are split as mesh.tensor",
     "pipeline.expert": "rollouts are split as mesh.expert",
     "rollout.carry": "write pipeline.schedule=partial: all that grpo.oversample leaves unfinished goes on",
+    "draft.positions": "all tokens weigh alike, always",
+    "grpo.sampling_mask": "what top-k and top-p kept is replayed, always",
+    "data.special_tokens": "write data.skip=special for rows that are left out; else their text stays text",
+    "reward.tests": "write reward.name=code_share for the share of tests that pass",
+    "environment.template": "brackets, always, where the tokenizer has no chat template",
+    "benchmark.warmup": "3 rounds, always",
+    "eval.max_response_tokens": "write rollout.max_response_tokens, also for task=evaluate",
 }
 
 

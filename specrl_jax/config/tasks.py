@@ -35,7 +35,6 @@ class PretrainConfig:
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
     rounds: int = key(5, "measured rounds, each with the rollouts of a step", "rounds", low=2, high=1000)
-    warmup: int = key(2, "rounds before that; after the first the controller measures", "rounds", low=1, high=1000)
     lengths: tuple[int, ...] = key(
         (), "draft lengths up to draft.length; () = the controller's", "tokens", low=0, high=MAX_LENGTH
     )

@@ -67,11 +67,6 @@ def _draft(config: Config, need: Requirement) -> None:
     drafts = f"rollout.num_slots={r.num_slots} x draft.length={d.length}"
     need("draft.budget", not within, f"{drafts} drafts are all within it; leave 0")
     need("draft.replay_updates", learns or not d.replay_updates, "there is no draft that learns; leave 0")
-    if config.pipeline.schedule == "exact" and learns:
-        # In every array what the draft of the synchronous run has.
-        alike = "under pipeline.schedule=exact a draft learns what it would in a synchronous run, and "
-        by_start = "which tokens were refused drafts depends on when a rollout began; all is needed"
-        need("draft.positions", d.positions == "all", alike + by_start)
     if d.kind == "auto":
         named = d.path or d.preset or d.dialect or d.cascade
         need("draft.kind", not named, "name the kind beside draft.path, .preset, .dialect, .cascade: auto chooses one")
@@ -164,8 +159,6 @@ def _environment(config: Config, need: Requirement) -> None:
     if not e.name:
         return
     check_environment(e.name)
-    if "{message}" not in e.template:
-        raise InputError(f"environment.template={e.template!r}: needs {{message}} where a message goes")
     most = f"at most rollout.max_response_tokens={longest}, of all turns together, is possible"
     need("environment.turn_tokens", not longest or e.turn_tokens <= longest, most)
     need = Requirement(config, f" beside environment.name={e.name}")
@@ -244,7 +237,6 @@ def _draft_pretrain(config: Config, need: Requirement) -> None:
     if not has_weights(d.kind):
         raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
     need("draft.length", d.length, "task=draft_pretrain measures acceptance: at least 1 is needed")
-    need("draft.positions", d.positions == "all", "texts of task=draft_pretrain have no refused drafts; leave all")
 
 
 def _benchmark(config: Config, need: Requirement) -> None:

@@ -146,19 +146,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def learner_batch(
-    batch: TrainingBatch, pad_id: int, packing: Packing | None = None, *, drawn: bool = False
-) -> LearnerBatch:
-    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest.
-
-    `drawn`: the rows say which tokens the policy drew itself.
-    """
+def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = None) -> LearnerBatch:
+    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest."""
     r = batch.rollouts
     rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in batch[1:])]
-    if drawn:
-        drew = np.pad(r.draft_positions[:, 1 : r.length.max()] == 0, ((0, 0), (0, 1)))
-        by_token.append(drew & np.asarray(rows.mask))
     places = pack_parts(r.length, packing) if packing else None
     if places:
         rows = packed_rows(rows, places, r.length, pad_id=pad_id)
@@ -167,8 +159,6 @@ def learner_batch(
         rows = dataclasses.replace(rows, kept=_kept_tokens(r, places, packing.ids if packing else 1))
     if len(r.experts):
         rows = dataclasses.replace(rows, experts=_experts(r, places, rows.tokens.shape))
-    if drawn:
-        rows = dataclasses.replace(rows, drawn=stand_in(by_token.pop()))
     return LearnerBatch(rows, *by_token)
 
 

@@ -67,11 +67,6 @@ class Learner:
     draft_step: DraftStep | None  # None, as the next: no draft with weights
     predict_step: PredictStep | None
 
-    @property
-    def tells_drawn(self) -> bool:
-        """Return whether rows say which tokens the policy drew itself: the draft's loss weighs them."""
-        return self.draft_forward is not None and self.draft_forward.positions != "all"
-
     def merged(self, policy: TrainState) -> Params:
         """Return the parameters that the policy's forward runs on, adapters merged in."""
         return self.forward.merge(policy.params, policy.frozen)
@@ -148,7 +143,6 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         dtype=forward.dtype,
         loss=plan.config.draft.loss,
         ttt_steps=plan.config.draft.ttt_steps,
-        positions=plan.config.draft.positions,
         anchor_stride=ANCHOR_STRIDE if plan.draft.takes_anchors else 1,
         vocab_tile=forward.vocab_tile,
         temperature=forward.temperature,

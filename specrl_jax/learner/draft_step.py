@@ -28,7 +28,6 @@ from specrl_jax.rl.draft_losses import (
     confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
-    pair_weights,
     step_losses,
     step_means,
     step_weights,
@@ -52,7 +51,6 @@ class DraftForward:
     ttt_steps: int  # draft steps unrolled
     vocab_tile: int  # entries of the draft vocabulary unembedded at once; 0 = all
     temperature: float  # the rollouts'
-    positions: str = "all"  # one of draft_losses.POSITIONS
     anchor_stride: int = 1  # in an update a draft starts every n tokens
 
 
@@ -206,7 +204,7 @@ def _weighted_pairs(
     """Return (anchors, pairs, their weights in the loss)."""
     anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
     pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors=anchors)
-    return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors=anchors)
+    return anchors, pairs, pairs.astype(jnp.float32)
 
 
 def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_predicted: int = 1) -> PredictStep:

@@ -72,10 +72,10 @@ def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory:
     return int(share * usable) // page if usable else None
 
 
-def with_pages(limits: EngineConfig, most: int | None, page: int, *, section: str = "rollout") -> EngineConfig:
+def with_pages(limits: EngineConfig, most: int | None, page: int) -> EngineConfig:
     """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (None: no bound).
 
-    `section` of the config says how long responses may be. Raises InputError where the longest sequence would not fit.
+    Raises InputError where the longest sequence would not fit.
     """
     whole = dataclasses.replace(limits, pages=0).shard_pages
     pages = whole if most is None else min(whole, most)
@@ -84,7 +84,7 @@ def with_pages(limits: EngineConfig, most: int | None, page: int, *, section: st
         raise InputError(
             f"rollout.cache_gb: {pages * page / GB:.3g} GB a device hold {pages * limits.page_tokens} tokens; a "
             f"sequence may have {limits.cache_length}: rollout.cache_gb={needed:.3f} or more is needed, "
-            f"or a lower {section}.max_response_tokens"
+            "or a lower rollout.max_response_tokens"
         )
     return dataclasses.replace(limits, pages=pages)
 
@@ -108,17 +108,14 @@ def _container_limits() -> list[int]:
     return found
 
 
-def check_cache_length(limits: EngineConfig, model: DecoderConfig, section: str = "rollout") -> None:
-    """Raise InputError where a sequence could have more positions than the policy was made for.
-
-    `section` of the config says how long responses may be.
-    """
+def check_cache_length(limits: EngineConfig, model: DecoderConfig) -> None:
+    """Raise InputError where a sequence could have more positions than the policy was made for."""
     if limits.cache_length <= model.longest:
         return
     prompt, made_for = limits.max_prompt_tokens, f"the policy was made for {model.longest}"
     if prompt >= model.longest:
         raise InputError(f"rollout.max_prompt_tokens={prompt}: {made_for}; at most {model.longest - 1} leave an answer")
     raise InputError(
-        f"{section}.max_response_tokens={limits.max_response_tokens}: with rollout.max_prompt_tokens={prompt} that "
+        f"rollout.max_response_tokens={limits.max_response_tokens}: with rollout.max_prompt_tokens={prompt} that "
         f"makes {limits.cache_length} tokens, {made_for}; at most {model.longest - prompt} is possible"
     )

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def sequence_tokens(self) -> int:
-        """Return the tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
+        """Return the tokens of the longest rollout, its prompt included."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 
@@ -107,9 +107,8 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
     _check_processes(config, groups)
     _check_draft(plan)
     _check_shards(plan)
-    longest = "eval" if config.eval.max_response_tokens > config.rollout.max_response_tokens else "rollout"
-    check_cache_length(plan.limits, model, longest)
-    return dataclasses.replace(plan, limits=with_pages(limits, most, page, section=longest))
+    check_cache_length(plan.limits, model)
+    return dataclasses.replace(plan, limits=with_pages(limits, most, page))
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -179,11 +178,11 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, pla
     prompts = -(-slots // grpo.group_size)  # under way at once
     prefill = fixed.turn if config.environment.name else fixed.prefill
     piece = min(prefill, rollout.max_prompt_tokens)
-    replays = grpo.sampling_mask == "replay" and config.task in WITH_ROLLOUTS
+    replays = config.task in WITH_ROLLOUTS
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
-        max_response_tokens=max(rollout.max_response_tokens, config.eval.max_response_tokens),
+        max_response_tokens=rollout.max_response_tokens,
         chunk=fixed.chunk,
         # Under parity one shape of a forward is one batch size.
         sizes=() if rollout.parity else tuple(sizes),

@@ -209,7 +209,7 @@ class _Files:
             skip_malformed="malformed" in d.skip,
             skip_long="long" in d.skip,
             key=f"{section}.path",
-            special_tokens=d.special_tokens,
+            skip_special="special" in d.skip,
             tests_fault=_fault_of(config.reward.names),
             most=self._most,
             # Only these read more of a row than prompt and answer.

@@ -43,4 +43,4 @@ def _code_options(reward: RewardConfig) -> CodeOptions:
     r = reward
     sandbox = choose(r.sandbox, r.sandbox_python, limits=Limits())
     print(sandbox.line())
-    return CodeOptions(sandbox, r.tests == "share", r.timeout)
+    return CodeOptions(sandbox, r.pays_share, r.timeout)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pydantic
 
-from specrl_jax.config import Config, DataConfig
+from specrl_jax.config import Config
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import DataRow, read_rows
@@ -185,34 +185,37 @@ class TokenizedAnswer(NamedTuple):
 def answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the file pretrain.answers, in its order and then from its start again."""
     config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
-    texts, special = list[TokenizedAnswer](), 0
+    texts, special, leaves_out = list[TokenizedAnswer](), 0, "special" in config.data.skip
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
         if row.content.get("tokens") is not None:
             text = recorded_text(row, tokenizer, vocab=rollout.plan.model.vocab)
         else:
-            text, is_special = _text(row, config.data, tokenizer)
+            text, is_special = _text(row, tokenizer)
             special += is_special
+            if is_special and leaves_out:
+                continue
         for name, part in (("prompt", text.prompt), ("response", text.response)):
             limit = getattr(limits, f"max_{name}_tokens")
             if len(part) > limit:
                 raise InputError(f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}")
         texts.append(text)
     if special:
-        print(f"{config.pretrain.answers}: {special:,} responses hold the text of a special token, which stays text")
+        then = "and are left out" if leaves_out else "which stays text"
+        print(f"{config.pretrain.answers}: {special:,} responses hold the text of a special token, {then}")
     endless, size = itertools.cycle(texts), config.grpo.prompts_per_step * config.grpo.group_size
     while True:
         wave = list(itertools.islice(endless, size))
         yield functools.partial(_padded, wave, rollout.plan.sequence_tokens, tokenizer.pad_id)
 
 
-def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[TokenizedAnswer, bool]:
+def _text(row: DataRow, tokenizer: Tokenizer) -> tuple[TokenizedAnswer, bool]:
     """Return the text of a row without tokens, ended, and whether its response holds the text of a special token."""
     # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
     # responses.
     if isinstance(read := row.content.get(PROMPT), str):
         row = row._replace(content=row.content | {PROMPT: read_recorded(read, row.content, row.where)})
     problem = parse_problem(row, Schema(PROMPT, RESPONSE), PromptFormat(), tokenizer=tokenizer)
-    special = holds_special(row.where, problem.answer, tokenizer, special_tokens=data.special_tokens)
+    special = holds_special(problem.answer, tokenizer)
     prompt = encode_row(row.where, problem.prompt, tokenizer.encode_prompt)
     answer = encode_row(row.where, problem.answer, tokenizer.encode)
     return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special

@@ -1,7 +1,6 @@
 """Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out."""
 
 import dataclasses
-import functools
 import json
 import os
 import threading
@@ -45,8 +44,7 @@ def run(config: Config, workdir: str) -> None:
     with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
         prompts = [problem.prompt for problem in inputs.problems.evaluation]
         if config.generate.prompts:
-            found = functools.partial(holds_special, special_tokens=config.data.special_tokens)
-            if special := sum(found("generate.prompts", prompt, inputs.tokenizer) for prompt in prompts):
+            if special := sum(holds_special(prompt, inputs.tokenizer) for prompt in prompts):
                 print(f"generate.prompts: {special} hold the text of a special token, which stays text")
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         learner, engines = inputs.build()

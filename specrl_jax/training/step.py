@@ -86,7 +86,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
         generated = merge_rounds(produced.rounds)
         generated.scores.require_some(f"step {step}")
         training_batch = select_groups(generated, config.grpo)
-        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, drawn=learner.tells_drawn)
+        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing)
         inputs = compute_loss_inputs(learner, state, batch)
         compared = compare_experts(learner, state, batch)
     leave_if(stop)

@@ -182,20 +182,6 @@ def test_what_an_environment_wrote_is_context_and_no_target(packing):
     np.testing.assert_array_equal(batch.rows.tokens, whole.rows.tokens)
 
 
-def test_rows_say_which_tokens_the_policy_drew():
-    batch, found = training_batch(), []
-    for packing in (None, PACKING._replace(parts=2)):
-        rows = learner_batch(batch, 0, packing, drawn=True).rows
-        assert rows.drawn.dtype == bool and not rows.drawn[~np.asarray(rows.mask)].any()
-        at = rows.mask
-        found.append(sorted(zip(*(x[at].tolist() for x in (rows.targets, rows.positions, rows.drawn)))))
-    r, expected = batch.rollouts, []
-    for row, (start, end) in enumerate(zip(r.prompt_length, r.length)):
-        expected += [(int(r.tokens[row, t]), t - 1, bool(r.draft_positions[row, t] == 0)) for t in range(start, end)]
-    assert found == [sorted(expected)] * 2
-    assert learner_batch(batch, 0).rows.drawn is None
-
-
 def test_every_target_has_the_ids_that_sampling_kept():
     drawn = training_batch(masks=True)
     padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, PACKING._replace(parts=2))

@@ -5,7 +5,6 @@ choose the logits.
 """
 
 import functools
-import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -26,8 +25,6 @@ from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import (
     DECAY,
     LOSSES,
-    POSITIONS,
-    WEIGHT,
     confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
@@ -107,25 +104,6 @@ def test_the_first_draft_of_pair_t_learns_where_token_t_plus_2_is_a_response_tok
     np.testing.assert_array_equal(second, [1, 2])
     np.testing.assert_array_equal(third, [1])
     assert fourth.size == 0
-
-
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_what_the_policy_drew_itself_weighs_more_or_alone(positions):
-    """By loops over tokens: token t + 2 + i of pair t and step i was drawn, or the one before it was."""
-    rng = np.random.default_rng(0)
-    response, drawn = rng.random((2, 4, 12)) < [[[0.8]], [[0.3]]]
-    pairs = draft_loss_mask(jnp.asarray(mask_of(response)), STEPS)
-    found = np.asarray(pair_weights(pairs, jnp.asarray(mask_of(drawn & response)), positions))
-    for i, row, t in itertools.product(range(STEPS), range(4), range(12)):
-        token = t + 2 + i
-        weight = 0.0
-        if learns(response[row], i, t):
-            matters = any(drawn[row, p] and response[row, p] for p in (token - 1, token))
-            weight = {"all": 1.0, "weighted": WEIGHT if matters else 1.0, "refused": float(matters)}[positions]
-        assert found[i, row, t] == weight, (i, row, t)
-    # Means divide by the weights, and a value that is not finite counts nowhere but where it weighs.
-    values = np.where(found > 0, 2.0, np.nan)
-    np.testing.assert_allclose(step_means(jnp.asarray(values, jnp.float32), jnp.asarray(found)).value(), 2.0)
 
 
 def test_masks_and_weights_of_some_anchors_are_those_of_all():

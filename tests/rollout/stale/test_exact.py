@@ -61,8 +61,9 @@ def no_evaluation(monkeypatch):
 
 
 def test_evaluations_by_an_engine_of_their_own_take_no_tokens_of_earlier_weights(tmp_path):
-    """Only one that truncates where training does not needs programs of its own."""
-    apart = run_of(tmp_path, "sync, 1 ahead", changes={"eval": {"max_response_tokens": 8, "top_k": 3}}).rollout
+    """Only one that truncates where training, which is greedy, does not needs programs of its own."""
+    greedy = {"rollout": {"temperature": 0.0, "top_k": 3}, "eval": {"temperature": 1.0}}
+    apart = run_of(tmp_path, "sync, 1 ahead", changes=greedy).rollout
     assert apart.engine.config.earlier == "verify" and apart.eval_engine.compiled is not apart.engine.compiled
     assert apart.eval_engine.config.earlier == apart.greedy_engine.config.earlier == ""
     assert not apart.eval_engine.config.versions
