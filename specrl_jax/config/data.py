@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specrl_jax.config.schema import INT32, key
+from specrl_jax.config.schema import COLDEST, INT32, key
 
 ROOMS = ("recite", "rooms", "other_rooms", "all_rooms")
 BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk", "calls", "guess", *ROOMS)
@@ -15,8 +15,8 @@ CODE_SHARE = "code_share"
 class RewardConfig:
     name: str = key(
         "exact",
-        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code, code_share or your own "
-        "FILE.py:function or module:function; several are separated by commas, and the first decides what is correct",
+        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code, code_share or your "
+        "own FILE.py:function or module:function; several are separated by commas, the first decides what is correct",
     )
     # With the largest reward of a worker, 1e30, totals are finite in float32.
     weights: tuple[float, ...] = key((), "weight of each reward in their sum; () = 1 each", low=-1e6, high=1e6)
@@ -112,5 +112,9 @@ class EvalConfig:
     samples: int = key(1, "responses per problem, or per prompt of task=generate", "responses", low=1, high=65_536)
     greedy: bool = key(True, "before and after training also the likeliest answer to each problem")
     temperature: float = key(
-        -1.0, "as rollout.temperature, of the answers in evaluations; -1 = rollout.temperature", low=-1, high=100
+        -1.0,
+        "as rollout.temperature, of the answers in evaluations; -1 = rollout.temperature",
+        low=COLDEST,
+        high=100,
+        also=(-1, 0),
     )

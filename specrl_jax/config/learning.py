@@ -4,14 +4,14 @@ import dataclasses
 
 from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.model import DTYPES
-from specrl_jax.config.schema import INT32, LONGEST, UINT32, key
+from specrl_jax.config.schema import COLDEST, INT32, LONGEST, UINT32, key
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """The keys `rollout.*`: sampling, lengths and slots."""
 
-    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0, high=100)
+    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=COLDEST, high=100, also=(0,))
     top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0, high=MOST_KEPT)
     top_p: float = key(
         1.0,
@@ -84,9 +84,10 @@ class GRPOConfig:
     clip_dual: float = key(
         3.0,
         "clip and gspo: where the advantage is negative, ratios above it count as it (dual clipping, verl's "
-        "clip_ratio_c); above 1, or 0 = off",
-        low=0,
+        "clip_ratio_c); 0 = off",
+        above=1,
         high=1000,
+        also=(0,),
     )
     kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0, high=1000)
     entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0, high=1000)

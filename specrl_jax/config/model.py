@@ -71,7 +71,8 @@ class DraftConfig:
     )
     budget: int = key(
         0,
-        "drafts verified at once at most, of all sequences: those most likely to be kept; 0 = all that are drafted",
+        "drafts verified at once at most, of all sequences, and at least one a device: those most likely to be kept; "
+        "0 = all that are drafted",
         "tokens",
         low=0,
         high=INT32,
@@ -116,7 +117,7 @@ class DraftConfig:
         high=INT32,
     )
     compare_rounds: int = key(
-        5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0, high=1000
+        5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=2, high=1000, also=(0,)
     )
 
 
@@ -124,10 +125,10 @@ class DraftConfig:
 class MeshConfig:
     """Sizes of the mesh axes; -1 = the rest of the devices."""
 
-    data: int = key(1, "copies of the weights", "devices", low=-1, high=65_536)
-    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=-1, high=65_536)
-    expert: int = key(1, "shards of the experts", "devices", low=-1, high=65_536)
-    tensor: int = key(1, "shards of heads and widths", "devices", low=-1, high=65_536)
+    data: int = key(1, "copies of the weights", "devices", low=1, high=65_536, also=(-1,))
+    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=1, high=65_536, also=(-1,))
+    expert: int = key(1, "shards of the experts", "devices", low=1, high=65_536, also=(-1,))
+    tensor: int = key(1, "shards of heads and widths", "devices", low=1, high=65_536, also=(-1,))
     sequence: int = key(
-        1, "shards of the learner's rows along their tokens, for long rows", "devices", low=-1, high=65_536
+        1, "shards of the learner's rows along their tokens, for long rows", "devices", low=1, high=65_536, also=(-1,)
     )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.config import Config, PipelineConfig, PolicyConfig
-from specrl_jax.config.automatic import check_chosen
+from specrl_jax.config.automatic import check_chosen, with_values
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
 from specrl_jax.decoding.sampling import Sampling
@@ -82,14 +82,15 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
       InputError: naming the key and what would be right.
     """
     check_chosen(config)
+    if config.pipeline.workers:  # which are not sent earlier rollouts
+        config = with_values(config, {"draft.history": 0})
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
-    replays = config.policy.router_replay and not model.experts
-    Requirement(config)("policy.router_replay", not replays, "the policy is no mixture of experts; leave False")
     groups = _groups(config.pipeline, mesh)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
     limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache, platform=rollout.platform)
+    limits = dataclasses.replace(limits, records=limits.records and bool(model.experts))
     page = page_bytes(
         model, method.model, config.rollout.dtype, tokens=limits.page_tokens, partition=rollout, records=limits.records
     )
@@ -196,7 +197,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, pla
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
         most_kept=most_kept(sampling_of(config)) if replays else 0,
         turns=bool(config.environment.name),
-        budget=draft.budget // num_shards,
+        budget=draft.budget and max(1, draft.budget // num_shards),
         earlier=_earlier(config) if config.task == "train" else "",
         versions=config.pipeline.schedule in ("inflight", "partial"),
         records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
@@ -252,16 +253,11 @@ def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
 
 
 def _group_share(config: Config, n: int) -> Config:
-    """Return the config with the slots and prompts of one of n groups. Raise InputError where they do not divide."""
-    rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
-    if rollout.num_slots % n:
-        raise InputError(f"rollout.num_slots={rollout.num_slots} must divide by the {n} copies of several processes")
-    for key, value in (("prompts_per_step", grpo.prompts_per_step), ("oversample", grpo.oversample)):
-        if value % processes:  # each scores its own
-            raise InputError(f"grpo.{key}={value} must divide by the {processes} processes")
+    """Return the config with the slots, prompts and drafts of one of n groups."""
+    rollout, grpo, budget = config.rollout, config.grpo, config.draft.budget
     rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
     grpo = dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
-    draft = dataclasses.replace(config.draft, budget=config.draft.budget // n)
+    draft = dataclasses.replace(config.draft, budget=budget and max(1, budget // n))
     return dataclasses.replace(config, rollout=rollout, grpo=grpo, draft=draft)
 
 
@@ -287,9 +283,6 @@ def _check_draft(plan: Plan) -> None:
     """Raise InputError for options that the draft does not have, and where nothing would choose its vocabulary."""
     config, d, draft = plan.config, plan.config.draft, plan.draft
     need = Requirement(config)
-    if config.pipeline.workers:
-        kept = not (plan.draft_method.uses_lookup_cache and d.history)
-        need("draft.history", kept, "earlier rollouts are not sent to workers; set 0")
     if draft is None:
         return
     for key in ("length", "ttt_steps") if draft.longest is not None else ():
@@ -313,9 +306,11 @@ def _check_shards(plan: Plan) -> None:
     if plan.draft:
         learner.shardings(plan.draft.specs)
         rollout.shardings(plan.draft.inference_specs)
-    if plan.limits.num_slots % rollout.num_shards("batch"):
-        sizes = " x ".join(f"mesh.{name}={rollout.mesh.shape[name]}" for name in rollout.axes("batch"))
-        raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {sizes}")
-    if (budget := plan.config.draft.budget) and not plan.limits.budget:
-        shards = rollout.num_shards("batch") * len(plan.groups.groups)
-        raise InputError(f"draft.budget={budget}: at least one draft for each of the {shards} shards of sequences")
+    copies, shards, processes = len(plan.groups.groups), rollout.num_shards("batch"), jax.process_count()
+    sizes = " x ".join(f"mesh.{name}={rollout.mesh.shape[name]}" for name in rollout.axes("batch"))
+    several = f"the {copies} copies of several processes, each of " if copies > 1 else ""
+    grpo, each = plan.config.grpo, (processes, f"the {processes} processes")
+    parts = {"rollout.num_slots": (plan.config.rollout.num_slots, copies * shards, several + sizes)}
+    parts |= {"grpo.prompts_per_step": (grpo.prompts_per_step, *each), "grpo.oversample": (grpo.oversample, *each)}
+    for key, (count, shares, what) in parts.items():
+        Requirement(plan.config)(key, count % shares == 0, f"it must divide by {what}")

@@ -43,9 +43,9 @@ def run(config: Config, workdir: str) -> None:
     says = stopped_as("nothing of a generation is kept; the same command starts anew")
     with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
         prompts = [problem.prompt for problem in inputs.problems.evaluation]
-        if config.generate.prompts:
-            if special := sum(holds_special(prompt, inputs.tokenizer) for prompt in prompts):
-                print(f"generate.prompts: {special} hold the text of a special token, which stays text")
+        special = sum(holds_special(prompt, inputs.tokenizer) for prompt in config.generate.prompts)
+        if special:
+            print(f"generate.prompts: {special} hold the text of a special token, which stays text")
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         learner, engines = inputs.build()
         generate(make_generator(learner, engines), prompts, inputs.config, workdir=workdir, stop=stop_on_signal())

@@ -143,8 +143,9 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """Return whether the run ends with a comparison with plain decoding."""
-        return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
+        """Return whether the run ends with a comparison with plain decoding, which is of single turns."""
+        single = not self.config.environment.name
+        return bool(single and self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
     def compile_beside(self) -> Beside:
         """Begin to compile the learner's programs."""

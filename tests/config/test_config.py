@@ -71,6 +71,11 @@ def test_help_texts_name_every_built_in_reward_and_schema():
     assert all(name in KEYS["data.schema"].help for name in SCHEMAS)
 
 
+def test_there_are_few_keys():
+    """A new one takes the place of another, or is a table's constant until somebody sets it."""
+    assert len(KEYS) <= 140
+
+
 def test_every_number_has_a_lower_and_an_upper_bound():
     numbers = [key for key in KEYS.values() if key.type in (int, float)]
     assert len(numbers) > 80
@@ -107,6 +112,12 @@ def test_a_missing_or_unknown_key_is_refused():
         del c.grpo.minibatches
     with pytest.raises(InputError, match=r"grpo\.minibatches"):
         from_config_dict(c)
+
+
+def test_the_changelog_and_the_page_have_every_old_name():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^\| ([a-z_]+\.[a-z_]+) \| (.*) \|$", changes, re.M) == list(RENAMED.items())
+    assert all(f"- {old}: {now}\n" in page() for old, now in RENAMED.items())
 
 
 @pytest.mark.parametrize("old", RENAMED)

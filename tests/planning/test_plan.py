@@ -14,7 +14,6 @@ from specrl_jax.config import (
     from_config_dict,
 )
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.errors import InputError
 from specrl_jax.planning.plan import SIZES, draft_lengths, find_limits, make_plan, sampling_of
 from specrl_jax.sharding import make_mesh
 from tests.helpers.engine_sizes import engine_sizes
@@ -109,10 +108,11 @@ def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, group
 
 
 def test_experts_are_replayed_where_there_are_some():
-    c = rlzero_tiny.get_config("smoke")
-    c.policy.update({"preset": "nano", "router_replay": True})
-    with pytest.raises(InputError, match=r"^policy\.router_replay=True: the policy is no mixture of experts"):
-        make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1]))
+    for preset, records in (("nano", False), ("nano_moe", True)):
+        c = rlzero_tiny.get_config("smoke")
+        c.policy.update({"preset": preset, "router_replay": True})
+        c.draft.kind = "none"
+        assert make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1])).limits.records == records
 
 
 @pytest.mark.parametrize(("prompt", "prefill", "rows"), [(5, 512, 16), (100, 512, 2), (1000, 64, 4), (1000, 512, 1)])

@@ -154,7 +154,7 @@ WRONG = [
     ),
     (
         {"pipeline": {"schedule": "inflight", "rollout_devices": 1}},
-        r"pipeline\.schedule=inflight: older policies draw",
+        r"grpo\.correction=none: other policies .*pipeline\.schedule=inflight",
     ),
     (
         {
@@ -162,7 +162,7 @@ WRONG = [
             "grpo": {"correction": "token_mask", "old_logprobs": "learner"},
             "draft": {"adaptive": True},
         },
-        r"draft\.adaptive=True beside pipeline\.schedule=inflight: pipeline\.repeat",
+        r"draft\.adaptive=True beside pipeline\.schedule=inflight: .*pipeline\.repeat",
     ),
 ]
 

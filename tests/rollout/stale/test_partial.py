@@ -86,12 +86,8 @@ def test_other_processes_do_not_take_what_was_left():
 
 WRONG = [
     (
-        {"pipeline": {"schedule": "partial"}, "grpo": {"old_logprobs": "rollout"}},
-        r"grpo\.oversample=0 beside pipeline\.schedule=partial: .*set 1",
-    ),
-    (
         {"pipeline": {"schedule": "partial"}, "grpo": {"oversample": 1}},
-        r"pipeline\.schedule=partial: older policies draw",
+        r"grpo\.correction=none: other policies .*pipeline\.schedule=partial",
     ),
     ({"grpo": {"oversample": 1, "sampling_rounds": 2}}, r"grpo\.oversample=1 .*grpo\.sampling_rounds; leave 0"),
     (

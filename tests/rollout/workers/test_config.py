@@ -29,7 +29,10 @@ def config_of(**settings):
             r"pipeline\.schedule=inflight beside .* take weights between",
         ),
         ({"grpo__oversample": 4}, r"grpo\.oversample=4"),
-        ({"environment__name": "calculator"}, r"environment\.name=calculator beside .*: they answer single turns"),
+        (
+            {"environment__name": "calculator"},
+            r"pipeline\.workers=2 beside environment\.name=calculator: .*single turns",
+        ),
         ({"task": "rollout", "pipeline__workers": 0, "pipeline__schedule": "sync"}, "task=rollout: pipeline.workers=0"),
     ],
 )
@@ -39,7 +42,8 @@ def test_what_does_not_go_together_is_said_in_one_line(settings, said):
     assert any(re.search(said, line) for line in caught.value.args), caught.value.args
 
 
-def test_copying_from_earlier_rollouts_is_refused():
-    config = config_of(draft__kind="suffix", draft__path="", draft__history=8)
-    with pytest.raises(InputError, match=r"draft\.history=8: earlier rollouts are not sent to workers; set 0"):
-        make_plan(config, open_mesh(config))
+def test_nothing_is_copied_from_earlier_rollouts():
+    """They are not sent to workers: only siblings of a step are searched."""
+    plans = [config_of(draft__kind="suffix", draft__path="", draft__history=n) for n in (8, 0)]
+    ours, none = (make_plan(config, open_mesh(config)) for config in plans)
+    assert ours.limits == none.limits and ours.config.draft.history == 0
