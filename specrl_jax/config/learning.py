@@ -160,7 +160,7 @@ class PipelineConfig:
     repeat: str = key("", "inflight: workdir of a run whose weight updates arrive at the same chunks again")
     lag: int = key(
         1,
-        "async: largest age of the policy that drew a rollout; exact: steps whose rollouts begin early",
+        "async, inflight: largest age of the policy that drew a rollout; exact: steps whose rollouts begin early",
         "policy versions",
         low=0,
         high=64,
@@ -174,7 +174,7 @@ class PipelineConfig:
     )
     workers: int = key(
         0,
-        "async: processes that only generate (task=rollout), for which a run waits; more may join; 0 = none",
+        "async, exact: processes that only generate (task=rollout), for which a run waits; more may join; 0 = none",
         "processes",
         low=0,
         high=65_536,

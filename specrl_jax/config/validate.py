@@ -108,17 +108,17 @@ def _sampling(config: Config, need: Requirement) -> None:
     )
 
 
-def _updates(config: Config, need: Requirement) -> None:
-    """Check the objective, and how the rollouts of a step are cut into updates: rows are as many as that takes."""
-    g, d, longest = config.grpo, config.draft, config.rollout.max_response_tokens
+def _minibatches(config: Config, need: Requirement) -> None:
+    """Check how the rollouts of a step are cut into minibatches; of rows there are as many as that takes."""
+    g, d = config.grpo, config.draft
     rollouts, parts = g.prompts_per_step * g.group_size, d.minibatches if has_weights(d.kind) else 1
-    drafts = f" x draft.minibatches={parts}" if parts > 1 else ""
+    drafts = f"times draft.minibatches={parts} " if parts > 1 else ""
     divides = not rollouts % (g.minibatches * parts)
-    need(
-        "grpo.minibatches",
-        divides,
-        f"it must divide{drafts and ', as' + drafts + ','} the {rollouts} rollouts of a step",
-    )
+    need("grpo.minibatches", divides, f"{drafts}it must divide the {rollouts} rollouts of a step")
+
+
+def _objective(config: Config, need: Requirement) -> None:
+    g, longest = config.grpo, config.rollout.max_response_tokens
     need(
         "grpo.old_logprobs",
         g.old_logprobs != "current" or g.epochs * g.minibatches == 1,
@@ -131,7 +131,10 @@ def _updates(config: Config, need: Requirement) -> None:
     )
     within = not longest or g.overlong_buffer <= longest
     need("grpo.overlong_buffer", within, f"at most rollout.max_response_tokens={longest} is possible")
-    for section, optimizer in (("optimizer", config.optimizer), ("draft", d)):
+
+
+def _optimizers(config: Config, need: Requirement) -> None:
+    for section, optimizer in (("optimizer", config.optimizer), ("draft", config.draft)):
         ends = not 0 < optimizer.decay_steps <= optimizer.warmup
         need(f"{section}.decay_steps", ends, f"it must be above {section}.warmup={optimizer.warmup}")
 
@@ -225,8 +228,8 @@ def _dry_run(config: Config, need: Requirement) -> None:
 
 Check = Callable[[Config, Requirement], None]
 _CHECKS: tuple[Check, ...] = (
-    *(_draft, _rewards, _environment, _policy, _sampling, _updates),
-    *(check_schedule, check_workers, _data, _mesh),
+    *(_draft, _rewards, _environment, _policy, _sampling, _minibatches, _objective),
+    *(_optimizers, check_schedule, check_workers, _data, _mesh),
 )
 # What a task needs beside what all of them need.
 _TASKS: dict[str, Check] = {

@@ -144,7 +144,7 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"policy.lora_rank": 2, "task": "pretrain", "draft.kind": "none"}, ["policy.lora_rank=2", "task=train"]),
         ({"policy.lora_rank": 2, "optimizer.name": "muon"}, ["optimizer.name=muon", "adamw"]),
         ({"grpo.minibatches": 3}, ["grpo.minibatches=3", "16"]),
-        ({"draft.kind": "eagle3", "draft.minibatches": 3}, ["grpo.minibatches=1", "draft.minibatches=3", "16"]),
+        ({"draft.kind": "eagle3", "draft.minibatches": 3}, ["grpo.minibatches=1", "times draft.minibatches=3", "16"]),
         ({"grpo.old_logprobs": "current", "grpo.minibatches": 2}, ["grpo.old_logprobs=current", "grpo.minibatches=2"]),
         ({"grpo.correction": "token_mask", "grpo.old_logprobs": "rollout"}, ["grpo.correction", "grpo.old_logprobs"]),
         ({"grpo.clip_dual": 0.5}, ["grpo.clip_dual=0.5", "above 1", "0"]),

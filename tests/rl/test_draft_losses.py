@@ -28,7 +28,6 @@ from specrl_jax.rl.draft_losses import (
     confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
-    pair_weights,
     step_losses,
     step_means,
     step_weights,
@@ -106,16 +105,14 @@ def test_the_first_draft_of_pair_t_learns_where_token_t_plus_2_is_a_response_tok
     assert fourth.size == 0
 
 
-def test_masks_and_weights_of_some_anchors_are_those_of_all():
+def test_masks_of_some_anchors_are_those_of_all():
     rng = np.random.default_rng(0)
-    response, drawn = rng.random((2, 4, 12)) < [[[0.8]], [[0.3]]]
+    response = rng.random((4, 12)) < 0.8
     segments = jnp.asarray(np.sort(rng.integers(1, 3, (4, 12))), jnp.int32)
-    mask, drawn, anchors = jnp.asarray(mask_of(response)), jnp.asarray(mask_of(drawn)), 1 + 3 * jnp.arange(5)
+    mask, anchors = jnp.asarray(mask_of(response)), 1 + 3 * jnp.arange(5)
     whole, some = (draft_loss_mask(mask, STEPS, segments, anchors=a) for a in (None, anchors))
     np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
     assert whole.any() and not some[:, :, 4].any()
-    whole, some = (pair_weights(x, drawn, "weighted", anchors=a) for x, a in ((whole, None), (some, anchors)))
-    np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
 
 
 # Of each sequence in a row: tokens of its prompt, of its response.
