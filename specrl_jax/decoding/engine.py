@@ -66,8 +66,13 @@ class Engine(Generic[Params, Cache]):
 
     def controller(self, lengths: Sequence[int] = (), begins: int = 0) -> Controller:
         """Return a new controller of this engine's draft lengths, or of some of them; `begins` as of `Controller`."""
-        budget = self.config.budget * self.config.shards
-        return Controller(lengths or self.compiled.lengths, self.compiled.sizes, budget=budget, begins=begins)
+        return Controller(
+            lengths or self.compiled.lengths,
+            self.compiled.sizes,
+            budget=self.config.budget * self.config.shards,
+            begins=begins,
+            read=self.compiled.functions.token_read,
+        )
 
     def compile_all(
         self,

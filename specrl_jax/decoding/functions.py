@@ -46,5 +46,7 @@ class EngineFunctions(Generic[Params, Cache]):
     pad_id: int
     stops: StopTexts | None = None
     least_tokens: int = 1  # of a device's forward; with fewer, positions behind them fill up
+    # Seconds in which an iteration reads a live token's keys and values, over those of all weights: by their bytes.
+    token_read: float = 0.0
     # cache -> pool [C, T, N] in which the target's forwards record each token; None: they do not
     recorded: Callable[[Cache], jax.Array] | None = None
