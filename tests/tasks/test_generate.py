@@ -87,7 +87,8 @@ def load(folders, kind, path="", **changes):
     draft = {"kind": kind, "path": str(folders / path) if path else ""}
     rollout, options = {}, {"mesh": one_device(), "tokenizer": "char"}
     for name, value in changes.items():
-        place = draft if hasattr(DRAFT, name) else rollout if hasattr(ROLLOUT, name) else options
+        own = name in ("dtype", "mesh", "tokenizer")  # rollout.dtype has the name of an argument, the policy's
+        place = options if own else draft if hasattr(DRAFT, name) else rollout
         place[name] = value
     draft, rollout = dataclasses.replace(DRAFT, **draft), dataclasses.replace(ROLLOUT, **rollout)
     return load_generator(str(folders / "policy"), draft, rollout, **options)
@@ -213,7 +214,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "path", "changes", "words"),
     [
-        ("model", "", {}, "draft.kind=model: draft.path.* is needed"),
+        ("model", "", {}, "draft.preset=.*draft.kind=model without draft.path, which needs it"),
         ("eagle3", "", {}, "draft.path: no folder ''"),
         ("mtp", "", {}, "draft.path: no folder ''"),
         ("model", "", {"preset": "nano"}, "draft.path: no folder ''"),
@@ -221,8 +222,8 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         ("mtp", "mtp_of_another", {}, "mtp_of_another"),
         ("eagle3", "eagle3", {}, "reads what enters layers 2, 3, 4; they must ascend within 0..1"),
         ("mtp", "nowhere", {}, "nowhere"),
-        ("ngram", "model", {}, "draft.path=.*no weights to load"),
-        ("ngram", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=ngram"),
+        ("ngram", "model", {}, "draft.path=.*no weights, to load"),
+        ("ngram", "", {"cascade": 3}, "draft.cascade=3: draft.kind=ngram"),
         ("none", "", {"dtype": "float16"}, "policy.dtype=float16"),
         ("none", "", {"tokenizer": "nowhere"}, "nowhere"),
         ("none", "", {"tokenizer": ""}, "tokenizer.json"),
