@@ -18,6 +18,7 @@ from absl.testing import flagsaver
 from specrl_jax import cli
 from specrl_jax.config import TASKS, Config, schema
 from specrl_jax.config.page import values
+from specrl_jax.config.renamed import RENAMED
 from specrl_jax.config.schema import keys
 from specrl_jax.drafts import eagle3
 from specrl_jax.errors import one_line_warnings
@@ -99,6 +100,12 @@ def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
 )
 def test_a_wrong_override_is_named(call, tmp_path, no_work, overrides, words):
     assert_refused(call, tmp_path, overrides, words)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_of_an_earlier_version_is_refused_in_a_line(call, tmp_path, no_work, old):
+    said = f"error: --config: there is no key '{old}' any more: {RENAMED[old]}\n"
+    assert call(arguments(f"--config.{old}=1", workdir=tmp_path / "run")) == (1, "", said)
 
 
 def test_a_missing_config_file_is_named(call, tmp_path, no_work):
@@ -280,11 +287,9 @@ def test_a_config_is_needed(call):
         (["rollout.num_slots=12"], ["rollout.num_slots", "12", "mesh.fsdp=8"]),
         # The policy's sizes.
         (["rollout.max_response_tokens=5000"], ["rollout.max_response_tokens", "5010", "4096"]),
-        (["eval.max_response_tokens=5000"], ["eval.max_response_tokens", "5010", "4096"]),
         (["policy.preset=nano_moe", "draft.kind=mtp"], ["draft.kind=mtp", "mixture-of-experts", "eagle3"]),
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),
-        (["draft.vocab_size=32", "draft.min_coverage=0.0"], ["draft.vocab_size=32", "draft.min_coverage"]),
         (
             ["task=evaluate", "draft.vocab_size=32"],
             ["draft.vocab_size=32", "task=draft_pretrain", "draft.path", "draft.kind=none"],
@@ -368,8 +373,8 @@ def save_checkpoints(folder):
         (["data.path={}/good.jsonl", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
         (["data.path={}/long.jsonl", "eval.path={}/good.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
         (["data.path={}/good.jsonl", "eval.path={}/long.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
-        (["task=pretrain", "draft.kind=none", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
-        (["task=draft_pretrain", "pretrain.output={}/a_file/head"], ["pretrain.output", "a_file"]),
+        (["task=pretrain", "draft.kind=none", "export.output={}/a_file/base"], ["export.output", "a_file"]),
+        (["task=draft_pretrain", "export.output={}/a_file/head"], ["export.output", "a_file"]),
         (["draft.kind=mtp", "draft.path={}/nothing"], ["draft.path", "nothing"]),
         (["draft.kind=model", "draft.path={}/gemma"], ["draft.path", "gemma", "qwen3"]),
         (["draft.kind=model", "draft.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
@@ -403,7 +408,7 @@ def test_a_head_of_unknown_ids_is_refused_before_any_work(call, tmp_path, no_wor
 )
 def test_a_refused_run_makes_no_output_folder(call, tmp_path, no_work, overrides):
     output = tmp_path / "output"
-    overrides = [f"--config.{override}" for override in (*overrides, f"pretrain.output={output}")]
+    overrides = [f"--config.{override}" for override in (*overrides, f"export.output={output}")]
     assert_refused(call, tmp_path, overrides, ["grpo.minibatches=3"])
     assert not output.exists()
 
@@ -498,7 +503,7 @@ def run_of_three_steps(tmp_path, tmp_path_factory):
         ("seed=7", "seed", "0", "7"),
         ("rollout.temperature=0.7", "rollout.temperature", "1.0", "0.7"),
         ("policy.dtype=bfloat16", "policy.dtype", "float32", "bfloat16"),
-        ("rollout.chunk=8", "rollout.chunk", "16", "8"),
+        ("rollout.num_slots=8", "rollout.num_slots", "16", "8"),
         ("task=evaluate", "task", "train", "evaluate"),
     ],
 )
@@ -571,7 +576,7 @@ def test_a_refused_run_as_a_process(tmp_path):
 OTHER_TASKS = {
     "evaluate": ["eval.samples=2"],
     "generate": [],
-    "benchmark": ["benchmark.rounds=2", "benchmark.warmup=1", "draft.length=1"],
+    "benchmark": ["benchmark.rounds=2", "draft.length=1"],
     "draft_pretrain": ["steps=2", "pretrain.rollouts=16", "pretrain.batch_size=8"],
 }
 
@@ -579,7 +584,7 @@ OTHER_TASKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("task", OTHER_TASKS)
 def test_tasks_print_nothing_on_stderr(task, tmp_path):
-    overrides = [f"task={task}", f"pretrain.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
+    overrides = [f"task={task}", f"export.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
     argv = arguments(*(f"--config.{override}" for override in overrides), workdir=tmp_path / "run")
     status, out, err = run_process(argv)
     assert (status, err) == (0, "") and out

@@ -63,19 +63,14 @@ def check_options(options: "DraftOptions") -> None:
     if options.dialect and options.dialect not in kind.formats:
         allowed = f"there are {', '.join(kind.formats)}" if kind.formats else "leave ''"
         raise InputError(f"draft.dialect: no dialect '{options.dialect}' of draft.kind={name}; {allowed}")
-    if not kind.has_weights and options.path:
-        raise InputError(f"draft.path={options.path}: draft.kind={name} has no weights to load; leave ''")
-    if kind.own_sizes and not (options.path or options.preset):
-        raise InputError(f"draft.kind={name}: draft.path, a folder of a smaller model, or draft.preset is needed")
-    if options.preset and (options.path or not kind.own_sizes):
-        raise InputError(f"draft.preset={options.preset}: it sizes a draft.kind=model without draft.path; leave ''")
-    if not kind.has_weights and options.cascade:
-        raise InputError(f"draft.cascade={options.cascade} overrides a draft with weights; draft.kind={name} has none")
-    if options.match_max > MAX_MATCH:
-        raise InputError(f"draft.match_max={options.match_max}: at most {MAX_MATCH} tokens are compared")
-    key, length = ("cascade", options.cascade) if kind.has_weights else ("match_min", options.match_min)
-    if not 1 <= length <= options.match_max and not (kind.has_weights and length == 0):
-        raise InputError(f"draft.{key}={length}: 1 to draft.match_max={options.match_max} tokens")
+    if not kind.has_weights and (options.path or options.cascade):
+        given = f"draft.path={options.path}" if options.path else f"draft.cascade={options.cascade}"
+        raise InputError(f"{given}: draft.kind={name} has no weights, to load or to override; leave it out")
+    if bool(options.preset) != (kind.own_sizes and not options.path):
+        raise InputError(
+            f"draft.preset={options.preset!r}: it sizes a draft.kind=model without draft.path, which needs it, and no "
+            f"other; this is draft.kind={name}, draft.path={options.path!r}"
+        )
 
 
 def make_method(options: "DraftOptions", target: "DecoderConfig") -> "DraftMethod":

@@ -5,6 +5,8 @@ from specrl_jax.drafts.eagle3 import Eagle3Config, eagle3_config
 from specrl_jax.drafts.peagle import PEagleConfig, peagle_config
 from specrl_jax.models.decoder import DecoderConfig
 
+# Slots of a new drafter's block, as of the published ones: both draft seven tokens.
+NEW_SLOTS = {"dspark": 7, "dflash": 8}
 Head = Eagle3Config | PEagleConfig | BlockConfig
 ONE_PASS = ("peagle", "dspark", "dflash")  # kinds that are priced as what they are, others as an EAGLE-3 head
 

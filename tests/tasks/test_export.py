@@ -15,6 +15,8 @@ from specrl_jax.io import hf
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.models.decoder import preset
+from specrl_jax.models.rotary import Yarn
 from specrl_jax.tasks import export as export_task
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
@@ -73,7 +75,8 @@ def test_a_run_of_many_hosts_is_exported_here(run, tmp_path):
     """Its mesh, its devices that only generate and its slots are more than this machine has."""
     config = rlzero_tiny.get_config("smoke")
     config.task, config.draft.vocab_size, config.mesh.fsdp, config.draft.budget = "train", 32, 60, 64
-    config.pipeline.update({"mode": "async", "rollout_devices": 4, "tensor": 4})
+    config.mesh.tensor = 4
+    config.pipeline.update({"schedule": "async", "rollout_devices": 4})
     config.rollout.cache_gb = 1e5
     open_workdir(str(tmp_path), dataclasses.asdict(from_config_dict(config)))
     shutil.copytree(run[1] / "checkpoints", tmp_path / "checkpoints")
@@ -111,21 +114,24 @@ def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "yarn"),
     [
-        {},
-        {"policy__preset": "nano_moe"},
-        {"policy__yarn_factor": 4.0, "policy__yarn_original": 8},
-        {"policy__lora_rank": 3, "policy__yarn_factor": 2.0, "policy__yarn_original": 8},
+        ({}, None),
+        ({"policy__preset": "nano_moe"}, None),
+        ({}, Yarn(4.0, 8)),
+        ({"policy__lora_rank": 3}, Yarn(2.0, 8)),
     ],
     ids=["weights", "experts", "stretched", "stretched adapters"],
 )
 @pytest.mark.slow
-def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
+def test_transformers_gives_the_logits_of_the_run(changes, yarn, tmp_path):
     """Float32 on both sides and logits below 2: the worst differed by 3e-6."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    setup = make_run(rlzero_tiny.get_config("smoke"), draft__kind="none", **changes)
+    config = rlzero_tiny.get_config("smoke")
+    sizes = preset(changes.get("policy__preset", config.policy.preset))
+    model = dataclasses.replace(sizes, rope=dataclasses.replace(sizes.rope, scaling=yarn))
+    setup = make_run(config, model=model, draft__kind="none", **changes)
     state = initial_state(setup.learner)
     # Adapters begin as nothing.
     learnt = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), state.policy.params)

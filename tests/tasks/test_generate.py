@@ -30,7 +30,7 @@ SMALLER = decoder.DecoderConfig(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
 ROLLOUT = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12, num_slots=6, top_k=50, top_p=0.95)
-DRAFT = DraftConfig(length=2, adaptive=False, match_min=1)
+DRAFT = DraftConfig(length=2, adaptive=False)
 
 
 def one_device():
@@ -86,7 +86,8 @@ def load(folders, kind, path="", **changes):
     draft = {"kind": kind, "path": str(folders / path) if path else ""}
     rollout, options = {}, {"mesh": one_device(), "tokenizer": "char"}
     for name, value in changes.items():
-        place = draft if hasattr(DRAFT, name) else rollout if hasattr(ROLLOUT, name) else options
+        own = name in ("dtype", "mesh", "tokenizer")  # rollout.dtype has the name of an argument, the policy's
+        place = options if own else draft if hasattr(DRAFT, name) else rollout
         place[name] = value
     draft, rollout = dataclasses.replace(DRAFT, **draft), dataclasses.replace(ROLLOUT, **rollout)
     return load_generator(str(folders / "policy"), draft, rollout, **options)
@@ -182,7 +183,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         "rollout.max_response_tokens": 12,
         "rollout.num_slots": 8,
         "rollout.seed": 4,
-        "generate.samples": 3,
+        "eval.samples": 3,
         "generate.prompts": tuple(PROMPTS),
         "grpo.prompts_per_step": 8,
     }
@@ -212,7 +213,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "path", "changes", "words"),
     [
-        ("model", "", {}, "draft.kind=model: draft.path.* is needed"),
+        ("model", "", {}, "draft.preset=.*draft.kind=model without draft.path, which needs it"),
         ("eagle3", "", {}, "draft.path: no folder ''"),
         ("mtp", "", {}, "draft.path: no folder ''"),
         ("model", "", {"preset": "nano"}, "draft.path: no folder ''"),
@@ -220,8 +221,8 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         ("mtp", "mtp_of_another", {}, "mtp_of_another"),
         ("eagle3", "eagle3", {}, "reads what enters layers 2, 3, 4; they must ascend within 0..1"),
         ("mtp", "nowhere", {}, "nowhere"),
-        ("ngram", "model", {}, "draft.path=.*no weights to load"),
-        ("ngram", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=ngram"),
+        ("ngram", "model", {}, "draft.path=.*no weights, to load"),
+        ("ngram", "", {"cascade": 3}, "draft.cascade=3: draft.kind=ngram"),
         ("none", "", {"dtype": "float16"}, "policy.dtype=float16"),
         ("none", "", {"tokenizer": "nowhere"}, "nowhere"),
         ("none", "", {"tokenizer": ""}, "tokenizer.json"),

@@ -51,7 +51,7 @@ def collectives(compiled, kind):
 
 def test_policy_step_compiles_sharded():
     partition = partitioner(mesh(), LEARNER)
-    learner = PolicyForward(MODEL, BF16, True, vocab_tile=CONFIG.policy.vocab_tile, temperature=1.0)
+    learner = PolicyForward(MODEL, BF16, True, vocab_tile=4_748, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition=partition)
     B, T = 8, 4096

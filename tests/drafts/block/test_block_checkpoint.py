@@ -13,6 +13,7 @@ from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.block import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
+from specrl_jax.learner.build import make_learner
 from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.planning.plan import make_plan
 from tests.drafts.block.test_block_network import CONFIGS, ONE, TARGET, params_of
@@ -171,20 +172,19 @@ def test_the_kind_and_the_length_must_fit_the_block(tmp_path):
 @pytest.mark.parametrize("key", ["length", "ttt_steps"])
 def test_a_run_whose_drafts_are_longer_than_a_block_is_refused(key):
     config = rlzero_tiny.get_config("smoke")
-    config.draft.update({"kind": "dflash", "slots": 4, "length": 3, "ttt_steps": 3})
-    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 3
-    config.draft[key] = 4
-    with pytest.raises(InputError, match=rf"draft\.{key}=4: a block of this drafter has 3 drafts"):
+    config.draft.update({"kind": "dspark", "length": 7, "ttt_steps": 7})
+    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 7
+    config.draft[key] = 8
+    with pytest.raises(InputError, match=rf"draft\.{key}=8: a block of this drafter has 7 drafts"):
         make_plan(from_config_dict(config), ONE.mesh)
 
 
-def test_a_head_that_drafts_behind_every_token_takes_no_anchors():
+@pytest.mark.parametrize(("kind", "stride", "drafts"), [("dflash", 4, 7), ("dspark", 4, 7), ("eagle3", 1, None)])
+def test_drafters_of_one_pass_start_at_every_fourth_token(kind, stride, drafts):
     config = rlzero_tiny.get_config("smoke")
-    config.draft.update({"kind": "dflash", "anchor_stride": 4, "ttt_steps": 3})
-    make_plan(from_config_dict(config), ONE.mesh)
-    config.draft.kind = "eagle3"
-    with pytest.raises(InputError, match=r"draft\.anchor_stride=4: draft\.kind=eagle3"):
-        make_plan(from_config_dict(config), ONE.mesh)
+    config.draft.update({"kind": kind, "ttt_steps": 3})
+    learner = make_learner(make_plan(from_config_dict(config), ONE.mesh))
+    assert (learner.draft_forward.anchor_stride, learner.plan.draft.longest) == (stride, drafts)
 
 
 def test_ids_that_are_not_different_are_refused(tmp_path):
