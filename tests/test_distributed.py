@@ -142,11 +142,7 @@ def test_a_signal_to_one_saves_and_ends_all(tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("rollout.num_slots=15", "rollout.num_slots=15 must divide by the 2 copies of several processes"),
-        (
-            "grpo.oversample=2 rollout.carry=3 grpo.correction=token_truncate grpo.old_logprobs=learner",
-            "rollout.carry=3 must divide by the 2 copies of several processes",
-        ),
+        ("rollout.num_slots=15", "rollout.num_slots=15: it must divide by the 2 copies of several processes"),
         ("pipeline.rollout_devices=4", "pipeline.rollout_devices=4: of the 4 devices present one must learn"),
         (
             " ".join((*ASYNC, "pipeline.lag=0", "grpo.sampling_rounds=2")),

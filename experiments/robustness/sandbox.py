@@ -279,7 +279,7 @@ def main() -> int:
     held = []
     for name in a.mechanisms:
         try:
-            chosen = choose(name, "", "", limits=LIMITS)
+            chosen = choose(name, "", limits=LIMITS)
         except InputError as error:
             console.print(f"not tried: {error}")
             continue

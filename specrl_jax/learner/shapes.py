@@ -24,8 +24,7 @@ def abstract_microbatch(learner: Learner) -> tuple[Rows, LossInputs]:
     ints, floats, mask = array(jnp.int32, T), array(jnp.float32, T), array(jnp.bool_, T)
     kept = KeptTokens(array(jnp.int32, T * packing.ids), ints) if limits.most_kept else None
     experts = array(record_dtype(model), T, model.layers * model.experts_per_token) if limits.records else None
-    drawn = mask if learner.tells_drawn else None
-    rows = Rows(ints, ints, ints, mask=mask, segments=ints, kept=kept, drawn=drawn, experts=experts)
+    rows = Rows(ints, ints, ints, mask=mask, segments=ints, kept=kept, experts=experts)
     inputs = LossInputs(
         old_logprobs=None if objective.old_logprobs == "current" else floats,
         ref_logprobs=floats if objective.kl_coef else None,

@@ -78,16 +78,14 @@ def make_rollout(
     inference = _inference_config(plan, tokenizer)
     make = functools.partial(make_rollout_engine, plan.model, tokenizer=tokenizer, partition=partition, agree=agree)
     training = _drafting_engine(make, plan, inference, adaptive=config.draft.adaptive, lengths=lengths)
-    training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
-    sampling, longest = sampling_of(config, config.eval), config.eval.max_response_tokens or training.response_tokens
+    sampling = sampling_of(config, evaluates=True)
     if shares(training.sampling, sampling):
-        evaluation = training.sampled_as(sampling, longest)
+        evaluation = training.sampled_as(sampling, training.response_tokens)
     else:
         # The longest drafts or none, so its programs are few; what learning needs is not recorded.
         apart = dataclasses.replace(plan.limits, most_kept=0, earlier="", versions=False, records=False)
         sampled = dataclasses.replace(inference, sampling=sampling, limits=apart)
         evaluation = _drafting_engine(make, plan, sampled, adaptive=False, lengths=None)
-        evaluation = dataclasses.replace(evaluation, response_tokens=longest)
     plain_limits = dataclasses.replace(plan.limits, groups=0, sequences=0, earlier="", versions=False)
     plain = make(None, NO_DRAFTER, config=dataclasses.replace(inference, limits=plain_limits))
     # Rollout workers fetch their weights in the parts in which the learner's devices have them.
@@ -107,19 +105,19 @@ def make_rollout(
         engine=training,
         eval_engine=evaluation,
         greedy_engine=dataclasses.replace(evaluation, greedy=True),
-        plain_engine=dataclasses.replace(plain, response_tokens=training.response_tokens),
+        plain_engine=plain,
     )
 
 
 def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
     config = plan.config
     return InferenceConfig(
-        sampling=sampling_of(config, config.rollout),
+        sampling=sampling_of(config),
         limits=plan.limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
-        cache_dtype=jnp.dtype(config.rollout.cache_dtype),
-        compute_dtype=jnp.dtype(config.rollout.compute_dtype),
+        cache_dtype=jnp.dtype(config.rollout.dtype),
+        compute_dtype=jnp.dtype(config.rollout.dtype),
         quantize=config.rollout.quantize,
         stops=find_stop_texts(stop, tokenizer, plan.model.vocab) if (stop := config.rollout.stop) else None,
     )

@@ -22,6 +22,9 @@ from specrl_jax.rewards.messages import Context, Outcome
 from specrl_jax.rewards.pool import Replies, Reply, received
 from specrl_jax.rewards.scorer import Scorer, Scores
 
+# Around what an environment says, where the tokenizer has no chat template.
+TEMPLATE = "[{message}]"
+
 
 @dataclasses.dataclass
 class _Log:
@@ -230,7 +233,7 @@ def begin_conversations(
         return problems, None
     workers, longest = scorer.environment, config.rollout.max_prompt_tokens
     assert workers is not None, "the config names an environment"
-    format = TurnFormat(tokenizer, config.environment.template, config.data.thinking)
+    format = TurnFormat(tokenizer, TEMPLATE, config.data.thinking)
     replies = Replies()
     openings = dict[int, Opening]()  # by session
     for problem in problems:

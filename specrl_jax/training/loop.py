@@ -143,8 +143,9 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """Return whether the run ends with a comparison with plain decoding."""
-        return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
+        """Return whether the run ends with a comparison with plain decoding, which is of single turns."""
+        single = not self.config.environment.name
+        return bool(single and self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
     def compile_beside(self) -> Beside:
         """Begin to compile the learner's programs."""
@@ -166,7 +167,7 @@ class _Run:
     def open_pipeline(self) -> None:
         """Open the source of rollouts, with those that the checkpoint held."""
         # The display belongs to this thread.
-        synchronous = self.config.pipeline.mode == "sync"
+        synchronous = not self.config.pipeline.asynchronous
         on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
         generation = RolloutGenerator(
             self.rollout,
@@ -302,7 +303,7 @@ class _Run:
             host = self.replay.with_texts(host)
         if self.unfinished:
             host = host._replace(values=host.values | {"unfinished": self.unfinished})
-        state = saved_part(self.state, self.config)
+        state = saved_part(self.state)
         with self.devices:  # all devices take part when processes wait for each other here
             return save_good(
                 self.checkpoints, self.step, state, host=host, skipping=self.monitor.skipping, accuracy=accuracy

@@ -106,7 +106,7 @@ def test_each_key_of_the_config_is_compared(files, key, value, monkeypatch):
 
 def test_every_key_is_among_the_facts(files):
     names = found(files)
-    assert names.keys() >= {"seed", "optimizer.learning_rate", "mesh.fsdp", "data.skip_long", "reward.timeout"}
+    assert names.keys() >= {"seed", "optimizer.learning_rate", "mesh.fsdp", "data.skip", "reward.timeout"}
 
 
 @pytest.mark.parametrize(
