@@ -4,9 +4,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
-T = TypeVar("T")
 LONGEST = 2000  # characters of an error line
 
 
@@ -34,13 +32,6 @@ class Mistakes:
             yield
         except InputError as error:
             self.found |= dict.fromkeys(map(str, error.args))
-
-    def attempt(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` returns; None where it raises InputError, which is kept."""
-        result: T | None = None
-        with self.check():
-            result = work()
-        return result
 
     def refuse(self) -> None:
         """Raise InputError with everything found, if anything was."""

@@ -82,7 +82,7 @@ class Engine(Generic[Params, Cache]):
     ) -> None:
         """Compile every program; `on_wait` is called where others compile them. Both may raise, which ends the call."""
         if self.remote:
-            self.remote.compile_all(self, params, on_wait)
+            self.remote.compile_all(params, self.agree, self.agreed(lambda done, total: on_wait()))
         else:
             self.compiled.compile_all(params, on_program)
 
@@ -119,12 +119,13 @@ class Engine(Generic[Params, Cache]):
             params,
             prompts,
             samples,
+            greedy=self.greedy,
             seed=seed,
             lengths=lengths,
             options=options,
             on_progress=self.agreed(on_progress),
         )
-        return self.remote.generate(self, call) if self.remote else self._generate(call)
+        return self.remote.generate(call, self.agree) if self.remote else self._generate(call)
 
     def _generate(self, call: EngineCall[Params]) -> Rollouts:
         params, on_progress, continuation = call.params, call.on_progress, call.options.continuation
@@ -167,8 +168,8 @@ class Engine(Generic[Params, Cache]):
         continuation: Continuation[Params] = Continuation(earlier=dict(lookahead.texts), lookahead=lookahead)
         options = CallOptions(history=history, continuation=continuation)
         lengths = lengths or FixedLength(self.draft_length)
-        call = EngineCall(params, [], samples, seed=seed, lengths=lengths, options=options)
-        return self.remote.begin(self, call, until) if self.remote else self._begin(call, lookahead, until)
+        call = EngineCall(params, [], samples, greedy=self.greedy, seed=seed, lengths=lengths, options=options)
+        return self.remote.begin(call, self.agree, until) if self.remote else self._begin(call, lookahead, until)
 
     def _begin(self, call: EngineCall[Params], lookahead: Lookahead, until: Callable[[], bool]) -> bool:
         requests = self._requests([], call.samples, call.options)

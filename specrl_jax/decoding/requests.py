@@ -37,6 +37,7 @@ class EngineCall(Generic[Params]):
     params: Params
     prompts: Sequence[Sequence[int]]
     samples: int
+    greedy: bool  # a greedy rollout follows the samples of each prompt
     seed: int
     lengths: DraftLengthPolicy
     options: CallOptions[Params]

@@ -130,31 +130,37 @@ def _find(
     calls: tuple[Callable[[Config], None], Callable[[Config], None]],
     ending: contextlib.ExitStack,
 ) -> RunInputs:
-    mistakes = Mistakes()
-    mistakes.attempt(lambda: validate(config))
+    mistakes, mesh, model, tokenizer, formatted, problems, scorer = Mistakes(), None, None, None, None, None, None
+    with mistakes.check():
+        validate(config)
     is_valid, detects = not mistakes.found, config.data.schema == AUTO
     config = resumed(config, recorded)
-    mesh = mistakes.attempt(lambda: learner_mesh(config))
-    model = mistakes.attempt(lambda: policy_sizes(config.policy))
-    tokenizer = mistakes.attempt(lambda: find_tokenizer(config, model.vocab)) if model else None
-    if model and is_valid and mesh is not None and not left_open(config):
-        mistakes.attempt(lambda: make_plan(config, mesh, model))
-    elif model and is_valid:
-        mistakes.attempt(lambda: check_draft(config, model))
-    formatted = mistakes.attempt(lambda: choose_formats(config, tokenizer, detects))
-    config = formatted or config
+    with mistakes.check():
+        mesh = learner_mesh(config)
+    with mistakes.check():
+        model = policy_sizes(config.policy)
+        tokenizer = find_tokenizer(config, model.vocab)
+    if model and is_valid:
+        with mistakes.check():
+            if mesh is not None and not left_open(config):
+                make_plan(config, mesh, model)
+            else:
+                check_draft(config, model)
+    with mistakes.check():
+        config = formatted = choose_formats(config, tokenizer, detects)
     if is_first_process():
-        mistakes.attempt(lambda: try_workdir(workdir, dataclasses.asdict(config)))
+        with mistakes.check():
+            try_workdir(workdir, dataclasses.asdict(config))
         for call in calls:
             if not mistakes.found:
                 with mistakes.check():
                     call(config)
-    problems, scorer = None, None
     if formatted:  # else what the file lacks has been said
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
         most = SAMPLED if mistakes.found else None
-        problems = mistakes.attempt(lambda: load_problems(readable, tokenizer or AnyText(), train, most=most))
+        with mistakes.check():
+            problems = load_problems(readable, tokenizer or AnyText(), train, most=most)
     if rewards:
         with mistakes.check():
             rows = problems.first_rows(tokenizer) if problems and tokenizer else []

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy, FixedLength
-from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.requests import EngineCall
 from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
@@ -47,16 +47,16 @@ class WorkerEngines:
         """
         return self.process.metrics()
 
-    def compile_all(self, engine: Engine, params: Weights, on_wait: Callable[[], None]) -> None:
+    def compile_all(self, params: Weights, agree: Broadcast, on_progress: Callable[[int, int], None]) -> None:
         """Wait for the first workers, and let them compile."""
         self.process.together(
             params,
             lambda pool, on_wait, others: pool.compile(params, on_wait, others),
-            engine.agree,
-            on_progress=engine.agreed(lambda done, total: on_wait()),
+            agree,
+            on_progress=on_progress,
         )
 
-    def generate(self, engine: Engine, call: EngineCall[Weights]) -> Rollouts:
+    def generate(self, call: EngineCall[Weights], agree: Broadcast) -> Rollouts:
         """Generate as `Engine.generate` does; each worker that is there takes an equal share of the prompts.
 
         With a controller in `lengths` each worker has one of its own. A history is not sent; turns, and of a
@@ -65,7 +65,7 @@ class WorkerEngines:
         Raises WorkersFailed besides.
         """
         assert call.options.turns is None
-        each, count = call.samples + engine.greedy, len(call.prompts)
+        each, count = call.samples + call.greedy, len(call.prompts)
         lookahead = call.options.continuation.lookahead or Lookahead([], np.zeros(0, np.int64))
         ids = rollout_ids(call.options.first_id, count, call.samples, each=each)
 
@@ -82,9 +82,9 @@ class WorkerEngines:
             return found.take_groups(np.argsort(np.concatenate(dealt)), each)
 
         call.on_progress(0, count * each)
-        return self.process.rollouts(call.params, generate, engine.agree, on_progress=call.on_progress)
+        return self.process.rollouts(call.params, generate, agree, on_progress=call.on_progress)
 
-    def begin(self, engine: Engine, call: EngineCall[Weights], until: Callable[[], bool]) -> bool:
+    def begin(self, call: EngineCall[Weights], agree: Broadcast, until: Callable[[], bool]) -> bool:
         """Begin as `Engine.begin` does; each worker that is there takes an equal share of the prompts.
 
         The texts of the call's lookahead are those of the first process, which are set there, and `until` is asked
@@ -105,8 +105,8 @@ class WorkerEngines:
             take_texts(answers, lookahead)
             return all(answer.finished for answer in answers)
 
-        finished = self.process.together(call.params, begin, engine.agree, on_progress=call.on_progress)
-        return bool(engine.agree(int(finished or 0))[0])
+        finished = self.process.together(call.params, begin, agree, on_progress=call.on_progress)
+        return bool(agree(int(finished or 0))[0])
 
     def _ask(self, call: EngineCall[Weights], ids: np.ndarray, each: int, *, part: _Part) -> Ask:
         """Return what a worker is asked for; `ids` [prompts x each] are those of the whole call."""
