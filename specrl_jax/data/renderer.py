@@ -7,6 +7,7 @@ from typing import Any
 
 from specrl_jax.child_process import ChildProcess
 from specrl_jax.errors import InputError
+from specrl_jax.frames import receive, send
 
 SECONDS = 30.0  # of a conversation, on a busy machine; Qwen3's takes a thousandth of one
 START = 60.0  # of the process
@@ -64,8 +65,8 @@ class Renderer:
 
 def _exchange(child: ChildProcess, request: dict[str, object], seconds: float) -> dict[str, str]:
     try:
-        child.send(request, seconds)
-        return child.receive(seconds)
+        send(child.channel, request, seconds)
+        return receive(child.channel, seconds)
     except TimeoutError:
         raise OverLimit(f"data.tokenizer: the chat template did not end within {seconds:g} s") from None
     except (EOFError, OSError):

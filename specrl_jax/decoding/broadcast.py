@@ -1,4 +1,4 @@
-"""Broadcasts among processes that run an engine in lock-step."""
+"""Broadcasts among processes that run an engine in lock-step: what it needs of them. `coordinator.Agreement` is one."""
 
 from typing import Protocol
 

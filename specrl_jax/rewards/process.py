@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from specrl_jax.child_process import ChildProcess
+from specrl_jax.frames import receive, send
 from specrl_jax.rewards import guard
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.function import ASKABLE
@@ -90,11 +91,9 @@ class WorkerProcess(ChildProcess):
         message = [CHUNK_SECONDS, [(row.response, row.answer, context) for row, context in zip(rows, asked)]]
         self._send(message, seconds)
         for _ in rows:
-            try:
+            with _lost():
                 outcome, state = self._receive_reply(seconds)
                 parsed = parse_outcome(outcome, self._count)
-            except ValueError:
-                raise Lost(NONSENSE) from None
             yield parsed, state == FULL
             if state != MORE:
                 return
@@ -116,12 +115,8 @@ class WorkerProcess(ChildProcess):
 
     def _send(self, message: Sequence[object], seconds: float) -> None:
         self._number += 1
-        try:
-            self.send([self._number, *message], seconds)
-        except TimeoutError:
-            raise
-        except OSError:
-            raise Lost(GONE) from None
+        with _lost():
+            send(self.channel, [self._number, *message], seconds)
 
     def _receive_reply(self, seconds: float) -> list[object]:
         """Return a reply to the last message, without its number."""
@@ -132,14 +127,21 @@ class WorkerProcess(ChildProcess):
         return reply[1:]
 
     def _receive(self, seconds: float) -> object:
-        try:
-            return self.receive(seconds, MAX_REPLY)
-        except TimeoutError:
-            raise
-        except (EOFError, OSError):
-            raise Lost(GONE) from None
-        except ValueError:
-            raise Lost(NONSENSE) from None
+        with _lost():
+            return receive(self.channel, seconds, MAX_REPLY)
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """Raise Lost where the body finds the worker's end closed, or nonsense; TimeoutError passes."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (EOFError, OSError):
+        raise Lost(GONE) from None
+    except ValueError:
+        raise Lost(NONSENSE) from None
 
 
 def _parse_hello(message: object) -> RewardWorkerHello:

@@ -1,4 +1,8 @@
-"""The learner's side: who works, what is to be generated, and who generates it."""
+"""The learner's side: who works, what is to be generated, and who generates it.
+
+Not the pool of rewards/pool.py: workers come and go by themselves, over the network, and get one job at a time, with
+the weights that they lack.
+"""
 
 import contextlib
 import dataclasses
