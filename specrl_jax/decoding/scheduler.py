@@ -1,7 +1,7 @@
 """Assignment of rollouts to slots: requests in order, prompt by prompt, and their groups in the lookup cache."""
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -182,21 +182,15 @@ class Scheduler:
                 top_k=of_rows(asked.sampling.top_k, np.int32),
                 top_p=of_rows(asked.sampling.top_p, np.float32),
             ),
+            features=self._feature_inputs(dict(zip(rows.tolist(), requests.tolist(), strict=True))),
             **self._new_prompts(new),
-            **self._earlier_tokens(rows, requests),
         )
 
-    def _earlier_tokens(self, rows: np.ndarray, requests: np.ndarray) -> dict[str, jax.Array]:
-        """Return the part of a prefill batch that earlier weights drew; none where the engine does not take it."""
-        if not self._config.earlier:
-            return {}
-        B, S = self._config.num_slots, self._config.cache_length
-        tokens, length = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
-        for row, request, number in zip(rows, requests, self.requests.ids(requests), strict=True):
-            if (response := self.requests.earlier.get(int(number))) is not None:
-                text = np.concatenate([self.requests.prompt(request), response])[:S]
-                tokens[row, : len(text)], length[row] = text, len(text)
-        return {"earlier": stand_in(tokens), "earlier_length": stand_in(length)}
+    def _feature_inputs(self, starts: dict[int, int]) -> dict[str, Any]:
+        """Return the parts of a prefill batch that features have."""
+        config = self._config
+        parts = {one.name: one.refill_input(config, self.requests, starts) for one in config.features}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts, those of each shard together."""

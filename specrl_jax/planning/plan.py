@@ -11,6 +11,11 @@ from specrl_jax.config import Config, EvalConfig, PipelineConfig, PolicyConfig, 
 from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
+from specrl_jax.decoding.features.base import Feature
+from specrl_jax.decoding.features.reverify import Reverification
+from specrl_jax.decoding.features.router_records import RouterRecords
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
+from specrl_jax.decoding.features.turns import SeveralTurns
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftMethod, DraftModel
@@ -77,7 +82,8 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
     limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
-    page = page_bytes(model, method.model, config.rollout, partition=rollout, records=limits.records)
+    records = limits.feature(RouterRecords) is not None
+    page = page_bytes(model, method.model, config.rollout, partition=rollout, records=records)
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
     plan = Plan(
         config,
@@ -160,7 +166,6 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
     sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
     prompts = -(-slots // grpo.group_size)  # under way at once
     piece = min(rollout.prefill_tokens, rollout.max_prompt_tokens)
-    replays = grpo.sampling_mask == "replay" and config.task in WITH_ROLLOUTS
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
@@ -176,14 +181,23 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
-        most_kept=most_kept(sampling_of(config, rollout)) if replays else 0,
-        turns=bool(config.environment.name),
-        copies_pages=config.environment.pages == "copy",
         budget=draft.budget // num_shards,
-        earlier=_earlier(config) if config.task == "train" else "",
-        versions=config.pipeline.weight_update == "inflight" or rollout.carry > 0,
-        records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
+        features=find_features(config),
     )
+
+
+def find_features(config: Config) -> tuple[Feature, ...]:
+    """Return the features of the engine that are on; `rollout.stop` is one more, which takes the tokenizer."""
+    learns, exact = config.task in WITH_ROLLOUTS, config.pipeline.weight_update == "exact"
+    earlier = exact or config.rollout.carry or config.pipeline.recompute_cache
+    kept = most_kept(sampling_of(config, config.rollout)) if config.grpo.sampling_mask == "replay" else 0
+    features = (
+        config.task == "train" and earlier and Reverification(keeps=not exact),
+        learns and config.policy.router_replay and RouterRecords(),
+        learns and kept and SamplingMasks(kept),
+        config.environment.name and SeveralTurns(copies_pages=config.environment.pages == "copy"),
+    )
+    return tuple(feature for feature in features if isinstance(feature, Feature))
 
 
 def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
@@ -204,13 +218,6 @@ def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
     if size > 1 and learning % each:
         raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
     return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
-
-
-def _earlier(config: Config) -> str:
-    """Return what becomes of tokens that earlier weights drew: EngineConfig.earlier."""
-    if config.pipeline.weight_update == "exact":
-        return "verify"
-    return "keep" if config.rollout.carry or config.pipeline.recompute_cache else ""
 
 
 def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:

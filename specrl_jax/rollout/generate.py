@@ -200,7 +200,13 @@ class RolloutGenerator:
             return self._conversations(step, asked, ids, policy, share)
         # A further round goes on with what the last one began of later steps.
         earlier = self._lookahead.texts | later.texts if self._lookahead and later else {}
-        how: Continuation[Weights] = Continuation(policy.version, earlier, later, partial=self._partial.rollouts)
+        how: Continuation[Weights] = Continuation(
+            policy.version,
+            earlier,
+            later,
+            partial=self._partial.rollouts,
+            versions=self._config.pipeline.weight_update == "inflight" or self._config.rollout.carry > 0,
+        )
         if self._grpo.oversample:
             return self._oversampled(asked, ids, policy, newer, how)
         return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
