@@ -17,7 +17,7 @@ from specrl_jax.decoding.preemption import PreemptedRow, first_columns
 from specrl_jax.decoding.rollout_buffer import RolloutBuffer
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
-from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
+from specrl_jax.decoding.state import Cache, ChunkStatistics, Params
 
 
 class ActiveBatch(Generic[Params, Cache]):
@@ -40,22 +40,16 @@ class ActiveBatch(Generic[Params, Cache]):
     ) -> None:
         self.scheduler = scheduler
         self._finished = scheduler.finished.copy()  # [requests] bool
-        self.compiled, self.params, self.seed = compiled, params, seed
+        self.compiled, self.config, self.params, self.seed = compiled, compiled.config, params, seed
         self.slots, self._carried = compiled.empty(params)
         self.behind = 0.0  # most committed tokens of a row that the drafter's cache misses; inf: unknown
         self._chunks: list[DecodeChunk] = []
-        self._continuation: Continuation[Params] = continuation or Continuation()
-        self.buffer = RolloutBuffer(self.config, scheduler.requests.total, self._continuation)
+        self.buffer = RolloutBuffer(self.config, scheduler.requests.total, continuation or Continuation())
         self.counted: np.ndarray | None = None  # [D] free pages, as far as they are known
         # Pages that an iteration of a row takes at most.
         self.iteration_pages = -(-(compiled.uncommitted + 1) // self.config.page_tokens)
         self.preempted: list[PreemptedRow] = []  # the oldest first
         self.turns = EndedTurns(self, turns, on_progress)
-
-    @property
-    def config(self) -> EngineConfig:
-        """Return the sizes and features of the engine."""
-        return self.compiled.config
 
     @property
     def is_finished(self) -> np.ndarray:
@@ -127,8 +121,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def _entered(self, states: Mapping[str, Any], length: Any) -> None:
         """Tell features of rows that have entered the slots."""
         for feature in self.config.features:
-            if feature.name in states:
-                feature.entered(self, states[feature.name], length)
+            feature.entered(self, states[feature.name], length)
 
     def _compact(self) -> None:
         """Compact the batch where nothing waits for its slots."""
@@ -266,7 +259,7 @@ class ActiveBatch(Generic[Params, Cache]):
         self._copy(rows)
         for feature in self.config.features:
             feature.collect(self, rows)
-        if self.config.keeps_pages:
+        if any(feature.keeps_pages for feature in self.config.features):
             for row in rows:
                 self.slots = self.run("drop_row", self.slots, np.int32(row))
             self.counted = None

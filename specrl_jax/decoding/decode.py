@@ -164,7 +164,7 @@ def begin_chunk(slots: Slots[Cache], config: EngineConfig) -> Slots[Cache]:
 def end_chunk(slots: Slots[Cache], config: EngineConfig) -> Slots[Cache]:
     """Return the slots with the states of features after a chunk, and the pages of finished rows free."""
     ended = slots.with_features(config.features, lambda feature, state: feature.end(state, slots))
-    if config.keeps_pages:
+    if any(feature.keeps_pages for feature in config.features):
         return ended
     pool, held = release(ended.pool, ended.held, ended.done)
     return dataclasses.replace(ended, pool=pool, held=held)

@@ -61,7 +61,7 @@ class EnginePrograms(Generic[Params, Cache]):
     def __post_init__(self) -> None:
         config = self.config
         self.sizes = (config.num_slots, *config.sizes)
-        features = (feature.uncommitted(config) for feature in config.features)
+        features = (feature.at_once(config) for feature in config.features)
         self.uncommitted = max(*self.lengths, self.functions.drafter.uncommitted, *features)
         self.whole = _whole(self.shardings)
 
@@ -70,12 +70,10 @@ class EnginePrograms(Generic[Params, Cache]):
         decodes = [Program("decode", size, k) for size in self.sizes for k in self.lengths]
         compacts = [Program("compact", size) for size in self.sizes[1:]]
         once = ["empty", "refill", *(kind for feature in self.config.features for kind in feature.once)]
-        others = [Program(kind, size) for kind in self._by_size() for size in self.sizes]
+        others = [
+            Program(kind, size) for feature in self.config.features for kind in feature.by_size for size in self.sizes
+        ]
         return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *others, *compacts]
-
-    def _by_size(self) -> list[str]:
-        """Return the kinds of programs that features have for every batch size."""
-        return [kind for feature in self.config.features for kind in feature.by_size]
 
     def needed(self, rollouts: int, lengths: Collection[int]) -> list[Program]:
         """Return what a call of so many rollouts runs with these draft lengths, where pages do not run short."""
@@ -85,7 +83,7 @@ class EnginePrograms(Generic[Params, Cache]):
         def runs(program: Program) -> bool:
             if program.kind == "decode":
                 return program.size in sizes and program.k in lengths
-            return program.size in sizes or program.kind not in self._by_size()
+            return program.size in sizes or all(program.kind not in one.by_size for one in self.config.features)
 
         return [program for program in self.all() if runs(program)]
 

@@ -1,7 +1,7 @@
 """Assignment of rollouts to slots: requests in order, prompt by prompt, and their groups in the lookup cache."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -164,6 +164,7 @@ class Scheduler:
         for shard, group in enumerate(self._current):
             if group:
                 carried_source[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
+        begun = dict(zip(rows.tolist(), requests.tolist(), strict=True))
         longest: np.ndarray | int = config.max_response_tokens
         if asked.responses is not None:
             longest = np.asarray(asked.responses)[requests]
@@ -182,15 +183,9 @@ class Scheduler:
                 top_k=of_rows(asked.sampling.top_k, np.int32),
                 top_p=of_rows(asked.sampling.top_p, np.float32),
             ),
-            features=self._feature_inputs(dict(zip(rows.tolist(), requests.tolist(), strict=True))),
+            features={one.name: one.refill_input(config, asked, begun) for one in config.features},
             **self._new_prompts(new),
         )
-
-    def _feature_inputs(self, starts: dict[int, int]) -> dict[str, Any]:
-        """Return the parts of a prefill batch that features have."""
-        config = self._config
-        parts = {one.name: one.refill_input(config, self.requests, starts) for one in config.features}
-        return {name: part for name, part in parts.items() if part is not None}
 
     def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts, those of each shard together."""

@@ -55,11 +55,6 @@ class EngineConfig:
         return dataclasses.replace(self, features=left)
 
     @property
-    def keeps_pages(self) -> bool:
-        """Return whether the host frees the pages of rows that have ended."""
-        return any(feature.keeps_pages for feature in self.features)
-
-    @property
     def cache_length(self) -> int:
         """Return S, the tokens of a sequence's cache."""
         return self.max_prompt_tokens + self.max_response_tokens

@@ -65,8 +65,8 @@ class Feature:
 
     # On the host.
 
-    def uncommitted(self, config: "EngineConfig") -> int:
-        """Return the positions beyond the last committed token that its programs write."""
+    def at_once(self, config: "EngineConfig") -> int:
+        """Return the most drafts of a row that an iteration of its own programs verifies."""
         return 0
 
     def describe(self, programs: "EnginePrograms", program: "Program", params: Any) -> Lowerable:

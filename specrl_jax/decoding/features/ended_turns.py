@@ -2,7 +2,7 @@
 
 A waiting row keeps its pages and its slot while nothing else wants the slot. Where requests or answered rows wait for
 slots, it is preempted after PATIENCE seconds: a slow environment holds no slot. Once there is an answer, its tokens are
-appended and prefilled (extend.py). What a row draws depends on its own tokens and on the noise of its id alone, so
+appended and prefilled (turns.py). What a row draws depends on its own tokens and on the noise of its id alone, so
 neither the order of the answers nor preemption changes a token under `coupled`.
 """
 
@@ -149,13 +149,10 @@ class EndedTurns:
         batch.slots = batch.run("extend", batch.params, batch.slots, new)
         batch.counted = None
         for row in np.flatnonzero(count):
-            self._resume(int(scheduler.owner[row]), int(start[row]), int(count[row]))
-
-    def _resume(self, request: int, start: int, count: int) -> None:
-        """Record that a request continues after `count` tokens of its environment, prefilled from position `start`."""
-        length = self.waiting.pop(request).length
-        self._written[request].append(slice(length, length + count))
-        self._prefilled[request] += length + count - 1 - start
+            request = int(scheduler.owner[row])
+            length = self.waiting.pop(request).length
+            self._written[request].append(slice(length, length + count[row]))
+            self._prefilled[request] += length + count[row] - 1 - start[row]
 
     def more_pages(self, request: int, held: int) -> int:
         """Return how many pages a request needs beside those that it holds, to go on."""
@@ -179,13 +176,11 @@ class EndedTurns:
 
     def _preempt_waiting(self) -> bool:
         """Preempt the rows that have waited for their environments longer than PATIENCE; return whether any has."""
-        now, any_preempted = time.monotonic(), False
-        for row, request in enumerate(self._batch.scheduler.owner):
-            waiting = self.waiting.get(request)
-            if waiting and waiting.answer is None and now - waiting.since >= PATIENCE:
-                self._batch.preempt(row)
-                any_preempted = True
-        return any_preempted
+        begin, owner = time.monotonic() - PATIENCE, self._batch.scheduler.owner.tolist()
+        rows = [row for row, one in enumerate(owner) if self.holds(one) and self.waiting[one].since <= begin]
+        for row in rows:
+            self._batch.preempt(row)
+        return bool(rows)
 
     def copies_pages(self, request: int) -> bool:
         """Return whether what the pages of a preempted request hold is copied; of a waiting one as the config says."""

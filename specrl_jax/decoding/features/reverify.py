@@ -23,16 +23,8 @@ import numpy as np
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, SamplingMask, Verified, VerifyInputs
 from specrl_jax.core import stand_in
+from specrl_jax.decoding import decode
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.decode import (
-    ChunkInputs,
-    begin_chunk,
-    chunk_inputs,
-    end_chunk,
-    features_have_room,
-    reserve,
-    step_options,
-)
 from specrl_jax.decoding.features.base import Feature, Lowerable
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.pages import where_rows
@@ -79,9 +71,6 @@ class Reverification(Feature):
         """Return how many tokens are verified at a time: under rollout.parity in the one shape of every forward."""
         return config.width - 1 if config.width else AT_ONCE
 
-    def uncommitted(self, config: EngineConfig) -> int:
-        return self.at_once(config)
-
     def describe(self, programs: EnginePrograms, program: Program, params: Any) -> Lowerable:
         return programs.describe_chunk(functools.partial(reverify_chunk, feature=self), program.size, params)
 
@@ -98,7 +87,7 @@ class Reverification(Feature):
         """Verify what earlier weights drew of these rows."""
         unverified = bool(np.any(np.asarray(state[1]) > length))
         while unverified:
-            inputs, active = chunk_inputs(batch.seed, batch.config.chunk, batch.config.shards), batch.active
+            inputs, active = decode.chunk_inputs(batch.seed, batch.config.chunk, batch.config.shards), batch.active
             batch.slots, found = batch.run("reverify", batch.params, batch.slots, inputs)
             found = batch.fetch(found)
             unverified = bool(found.unverified)
@@ -123,7 +112,7 @@ class Reverified(NamedTuple):
 def reverify_chunk(
     params: Params,
     slots: Slots[Cache],
-    inputs: ChunkInputs,
+    inputs: decode.ChunkInputs,
     *,
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
@@ -132,7 +121,7 @@ def reverify_chunk(
 ) -> tuple[Slots[Cache], Reverified]:
     """Verify tokens of earlier weights until none are left, up to `inputs.max_iterations` times."""
     k, keeps = feature.at_once(config), feature.keeps
-    options, slots = step_options(slots, functions, config), begin_chunk(slots, config)
+    options, slots = decode.step_options(slots, functions, config), decode.begin_chunk(slots, config)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
         return functions.decode(params, tokens, paging, cache=cache)
@@ -157,18 +146,18 @@ def reverify_chunk(
         return i + 1, *_reserved(_after(slots, stepped, verifies))
 
     def _reserved(slots: Slots[Cache]) -> tuple[jax.Array, Slots[Cache]]:
-        enough, taken = reserve(dataclasses.replace(slots, done=~_has_earlier_tokens(slots)), k, config)
+        enough, taken = decode.reserve(dataclasses.replace(slots, done=~_has_earlier_tokens(slots)), k, config)
         return enough, dataclasses.replace(taken, done=slots.done)
 
     def unfinished(state: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = state
         goes_on = (i < inputs.max_iterations) & _has_earlier_tokens(slots).any() & enough
         return goes_on & (
-            keeps or features_have_room(slots, k + 1, config)
+            keeps or decode.features_have_room(slots, k + 1, config)
         )  # no masks are recorded of tokens that are kept
 
     count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserved(slots)))
-    slots = end_chunk(slots, config)
+    slots = decode.end_chunk(slots, config)
     unverified, free = _has_earlier_tokens(slots).any(), slots.pool.count
     return slots, Reverified(slots.done, slots.length, count, unverified=unverified, free=free, short=~enough)
 
