@@ -46,8 +46,8 @@ class Recorded(NamedTuple):
     @classmethod
     def of_parts(cls, parts: Sequence[Sequence[np.ndarray]]) -> Self:
         """Join what was recorded of each rollout part by part."""
-        lengths = np.array([sum(map(len, some)) for some in parts], np.int64)
-        return cls(_stacked([part for some in parts for part in some]), lengths)
+        found = [part for some in parts for part in some if len(part)] or [np.zeros(0, np.int32)]
+        return cls(np.concatenate(found), np.array([sum(map(len, some)) for some in parts], np.int64))
 
     def by_rollout(self) -> list[np.ndarray]:
         """Return the values of each rollout."""
@@ -61,11 +61,6 @@ class Recorded(NamedTuple):
             return self._replace(values=self.values[rows])
         parts = self.by_rollout()
         return self.of_parts([[parts[row]] for row in np.arange(len(parts))[rows]])
-
-
-def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join parts, of which those without values say nothing of their form."""
-    return np.concatenate([part for part in parts if len(part)] or [*parts[:1], np.zeros(0, np.int32)][:1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +151,9 @@ _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.n
 
 
 def _joined(parts: Sequence[Recorded]) -> Recorded:
-    lengths = [part.lengths for part in parts if part.lengths is not None]
-    values = [part.values for part in parts]
-    return Recorded(_stacked(values), np.concatenate(lengths)) if lengths else Recorded(np.concatenate(values))
+    if parts[0].lengths is None:
+        return Recorded(np.concatenate([part.values for part in parts]))
+    return Recorded.of_parts([[one] for part in parts for one in part.by_rollout()])
 
 
 def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
