@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from specrl_jax import cli
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.progress import Display
-from specrl_jax.rollout import generate
+from specrl_jax.rollout.generate import RolloutGenerator
 from specrl_jax.training import step
 
 
@@ -28,7 +28,7 @@ class Moment(NamedTuple):
 
 
 MOMENTS = {
-    "generation": Moment(generate, "sample_rounds", lambda *_, step, **options: step),
+    "generation": Moment(RolloutGenerator, "generate", lambda generator, step, *_, **options: step),
     "learning": Moment(step, "update", lambda learner, state, *_, **options: int(state.policy.step) + 1),
     "save": Moment(Checkpoints, "save", lambda checkpoints, step, *_, **options: step),
     "between": Moment(Display, "finish_step", lambda display, step, *_, **options: step),

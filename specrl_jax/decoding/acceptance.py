@@ -10,8 +10,9 @@ import numpy as np
 # In verifications: the weight of a prior, and the evidence below which old counts do not fade.
 PRIOR, FLOOR = 8.0, 64.0
 MEMORY = 2048.0  # verifications after which the weight of an observation has fallen to 1/e
-SPREAD_CHUNKS = 16  # chunks that the running mean of the overdispersion covers
-MAX_SQUARED_ERRORS = 36.0  # cap per chunk in that mean, so that one jump does not hide the next
+# A share of a chunk that differs by so much from the estimate, both of so many verifications, makes old counts
+# outdated: a head was lost or replaced. Copies come in stretches, so less is no jump.
+JUMP, JUMP_EVIDENCE = 0.3, 32
 
 
 def expected_tokens(accepted: np.ndarray | Sequence[float], k: int) -> np.ndarray:
@@ -25,8 +26,6 @@ class AcceptanceEstimate:
 
     tries: list[float]  # verifications that accepted all drafts before draft i; earlier ones fade
     hits: list[float]  # those of them that accepted draft i too
-    # Overdispersion: variance of a chunk's share of accepted first drafts, over that of independent verifications.
-    spread: float = 1.0
     predicted: list[float] = dataclasses.field(default_factory=list)  # a_1, a_2, ... by the learner
 
     @classmethod
@@ -64,13 +63,8 @@ class AcceptanceEstimate:
         """
         jumped = False
         reached = [verifications, *accepted]  # by position: verifications that accepted all drafts before it
-        # Lookup acceptance is overdispersed: scale the threshold.
-        errors = 4 * math.sqrt(max(1.0, self.spread))
-        if k:
-            square = _squared_errors(accepted[0], reached[0], self.hits[0], self.tries[0])
-            self.spread += (min(square, MAX_SQUARED_ERRORS) - self.spread) / SPREAD_CHUNKS
         for i, (hits, tries) in enumerate(zip(self.hits, self.tries)):
-            jumped = jumped or (i < k and _jumped(accepted[i], reached[i], hits, tries, errors))
+            jumped = jumped or (i < k and _jumped(accepted[i], reached[i], hits, tries))
             # After a jump old counts are outdated, those of later positions too.
             fade = max(math.exp(-verifications / MEMORY), min(1.0, FLOOR / tries)) if tries else 0.0
             keep = 0.0 if jumped else fade
@@ -79,24 +73,6 @@ class AcceptanceEstimate:
         return jumped
 
 
-def _jumped(accepted: float, reached: float, hits: float, tries: float, errors: float) -> bool:
-    """Return whether two shares differ by more than 0.1 and by `errors` standard errors (4: false alarm < 1e-4)."""
-    if not reached or not tries or abs(accepted / reached - hits / tries) <= 0.1:
-        return False
-    return _squared_errors(accepted, reached, hits, tries) > errors**2
-
-
-def _squared_errors(accepted: float, reached: float, hits: float, tries: float) -> float:
-    """Return by how many standard errors two shares of independent verifications differ, squared: their deviance.
-
-    The squared difference over its variance would be the same of many verifications. Of few, 7 kept of 10 where 0.97
-    are expected, it is 24, a deviance 9, for a chance of 0.003.
-    """
-    if not reached or not tries:
-        return 1.0
-    share = (accepted + hits) / (reached + tries)
-    agreed = (accepted, reached * share), (hits, tries * share)
-    refused = (reached - accepted, reached * (1 - share)), (tries - hits, tries * (1 - share))
-    return 2 * sum(
-        observed * math.log(observed / expected) for observed, expected in (*agreed, *refused) if observed > 0
-    )
+def _jumped(accepted: float, reached: float, hits: float, tries: float) -> bool:
+    evident = min(reached, tries) >= JUMP_EVIDENCE
+    return evident and abs(accepted / reached - hits / tries) > JUMP

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
-from specrl_jax.decoding.costs import CostEstimate
+from specrl_jax.decoding.costs import CostTable
 from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.serialize import Packed, pack, unpack
@@ -56,7 +56,7 @@ class _Estimates:
 
     acceptance: AcceptanceEstimate
     under_budget: list[AcceptanceEstimate]  # by `Controller.partly_verified`
-    costs: CostEstimate
+    costs: CostTable
     probing: list[_Probing]  # by batch size
     written: float = 0.0  # tokens committed; earlier ones fade, as do
     ended: float = 0.0  # texts ended
@@ -75,9 +75,12 @@ class Controller(DraftLengthPolicy):
       budget: drafts that an iteration verifies at most (`admission.py`); 0: all. Acceptance of lengths that draft more
         is counted apart: that of other lengths does not tell which of the drafts are admitted.
       begins: the length used until all of a batch size can be calibrated.
+      read: seconds that reading one live token takes, over those of a plain iteration without live tokens.
     """
 
-    def __init__(self, lengths: Sequence[int], sizes: Sequence[int], *, budget: int = 0, begins: int = 0) -> None:
+    def __init__(
+        self, lengths: Sequence[int], sizes: Sequence[int], *, budget: int = 0, begins: int = 0, read: float = 0.0
+    ) -> None:
         if list(lengths) != sorted(set(lengths)) or lengths[0] != 0:
             raise ValueError(f"lengths={tuple(lengths)}: expected distinct draft lengths ascending from 0")
         self.lengths, self.sizes, self.budget, self.begins = tuple(lengths), tuple(sizes), budget, begins
@@ -87,7 +90,7 @@ class Controller(DraftLengthPolicy):
         self._estimates = _Estimates(
             acceptance=AcceptanceEstimate.of(self.lengths[-1]),
             under_budget=[AcceptanceEstimate.of(k) for _, k in self.partly_verified],
-            costs=CostEstimate.of(self.lengths, self.sizes),
+            costs=CostTable.of(self.lengths, self.sizes, read),
             probing=[_Probing([1] * n, [0.0] * n) for _ in self.sizes],
         )
 
@@ -264,7 +267,13 @@ class Controller(DraftLengthPolicy):
 
     def state(self) -> dict[str, object]:
         """Return the state as JSON values."""
-        arguments = {"lengths": self.lengths, "sizes": self.sizes, "budget": self.budget, "begins": self.begins}
+        arguments = {
+            "lengths": self.lengths,
+            "sizes": self.sizes,
+            "budget": self.budget,
+            "begins": self.begins,
+            "read": self._estimates.costs.read,
+        }
         return pack({"arguments": arguments, "estimates": self._estimates}).values
 
     @classmethod

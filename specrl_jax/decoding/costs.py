@@ -1,9 +1,8 @@
-"""Running estimate of the seconds of an iteration, by batch size, draft length and live tokens.
+"""Running table of the seconds of an iteration, by batch size and draft length.
 
 Lengths are compared with each other by chunks after a change of length, as a machine may be slower at one time than at
-another: the cost of a length is a level common to all lengths and changing fast, times its own factor. An iteration
-also reads the keys and values of all running rows, once for all tokens of a row: its cost grows with the live tokens by
-a slope, which is measured of each length over all batch sizes.
+another: the cost of a length is a level common to all lengths and changing fast, times its own entry. An iteration also
+reads the keys and values of all running rows, once for all tokens of a row: a live token adds as much to every length.
 """
 
 import dataclasses
@@ -11,23 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to the others; for the common level
+SAMPLES, RECENT = 8, 8  # chunks kept: for the cost of one length relative to the others; for the common level
 PAIRED = 3  # chunks after a change of length that compare the two
-NEAR = 1.5  # samples taken at up to so many times the live tokens, or 1 / NEAR of them, say a cost without the slope
-LAG, SLOPES = 16, 64  # chunks between two that measure a slope, at most; slopes kept of each length
-NEW_PAIRS = 8  # after which the medians over many slopes are computed again: where chunks are short, that takes time
 
 
 @dataclasses.dataclass
 class _SizeCosts:
     """Measurements of one batch size; `samples` is indexed like the lengths."""
 
-    samples: list[list[list[float]]]  # [live tokens, log seconds per iteration less the level at that time]
+    samples: list[list[float]]  # log seconds per iteration without live tokens, less the level at that time
     call: float = 0.0  # seconds of a chunk beyond its iterations
     recent: list[float] = dataclasses.field(default_factory=lambda: [0.0] * RECENT)  # the level, by recent chunks
     last: int | None = None  # index of the last chunk's length
     streak: int = PAIRED  # consecutive chunks of that length; the first of all is compared with its calibration
-    trail: list[list[float]] = dataclasses.field(default_factory=list)  # [length, live tokens, seconds] of LAG chunks
 
     @property
     def level(self) -> float:
@@ -36,21 +31,19 @@ class _SizeCosts:
 
 
 @dataclasses.dataclass
-class CostEstimate:
+class CostTable:
     """Estimates what an iteration costs; lists are by draft length where nothing else is said."""
 
     lengths: list[int]  # ascending
     sizes: list[int]
+    read: float  # seconds that reading one live token takes, over those of a plain iteration without live tokens
     by_size: list[_SizeCosts]
-    slopes: list[list[list[float]]]  # from two chunks of one size: [change of live tokens, seconds per live token]
-    slope: list[float]  # seconds that a live token adds to an iteration
-    new_pairs: int = 0  # of chunks, since `slope` was last computed
 
     @classmethod
-    def of(cls, lengths: Sequence[int], sizes: Sequence[int]) -> Self:
-        """Return an estimate without observations, of draft lengths and batch sizes."""
+    def of(cls, lengths: Sequence[int], sizes: Sequence[int], read: float) -> Self:
+        """Return a table without observations, of draft lengths and batch sizes."""
         by_size = [_SizeCosts([[] for _ in lengths]) for _ in sizes]
-        return cls(list(lengths), list(sizes), by_size, slopes=[[] for _ in lengths], slope=[0.0] * len(lengths))
+        return cls(list(lengths), list(sizes), read, by_size=by_size)
 
     def _of_size(self, size: int) -> _SizeCosts:
         return self.by_size[self.sizes.index(size)]
@@ -61,10 +54,10 @@ class CostEstimate:
         Args:
           tokens: live tokens of all running rows.
         """
-        measures = self._of_size(size)
-        measured = [i for i, samples in enumerate(measures.samples) if samples]
-        costs = {self.lengths[i]: math.exp(measures.level + self._log_cost(measures, i, tokens)) for i in measured}
-        return [costs[k] if k in costs else _between(costs, k) for k in self.lengths]
+        costs = self._of_size(size)
+        measured = [i for i, samples in enumerate(costs.samples) if samples]
+        known = {self.lengths[i]: math.exp(costs.level) * self._seconds(costs, i, tokens) for i in measured}
+        return [known[k] if k in known else _between(known, k) for k in self.lengths]
 
     def unmeasured(self, size: int) -> list[int]:
         """Return the lengths without a sample at a batch size."""
@@ -76,15 +69,15 @@ class CostEstimate:
 
     def calibrate(self, size: int, i: int, tokens: float, *, seconds: float) -> None:
         """Set the seconds per iteration of length i at so many live tokens; replaces its samples."""
-        measures = self._of_size(size)
-        measures.samples[i] = [[tokens, math.log(seconds) - measures.level]]
+        costs = self._of_size(size)
+        costs.samples[i] = [self._sample(costs, i, tokens, seconds)]
 
     def calibrate_calls(self, size: int, seconds: float) -> None:
         """Set the seconds that a chunk takes beyond its iterations."""
         self._of_size(size).call = seconds
 
     def observe(self, size: int, i: int, tokens: float, *, seconds: float, iterations: int) -> bool:
-        """Add a chunk of length i: update slope, level while one length runs, and relative costs after a change.
+        """Add a chunk of length i: update the level while one length runs, and relative costs after a change.
 
         Args:
           tokens: live tokens of all running rows.
@@ -92,56 +85,35 @@ class CostEstimate:
         Returns:
           whether its time was off by more than a tenth.
         """
-        measures = self._of_size(size)
+        costs = self._of_size(size)
         # A call that took less than calibration found leaves at least half to the iterations.
-        seconds = max(seconds - measures.call, seconds / 2) / iterations
-        samples, log_seconds = measures.samples[i], math.log(seconds)
-        off = log_seconds - self._log_cost(measures, i, tokens) if samples else 0.0
-        surprised = bool(samples) and abs(off - measures.level) > 0.1
-        if measures.last is not None:
-            measures.streak = measures.streak + 1 if i == measures.last else 1
-        if not samples or measures.streak <= PAIRED:
-            measures.samples[i] = [*samples, [tokens, log_seconds - measures.level]][-SAMPLES:]
+        seconds = max(seconds - costs.call, seconds / 2) / iterations
+        samples = costs.samples[i]
+        off = math.log(seconds / self._seconds(costs, i, tokens)) if samples else costs.level
+        surprised = abs(off - costs.level) > 0.1
+        if costs.last is not None:
+            costs.streak = costs.streak + 1 if i == costs.last else 1
+        if not samples or costs.streak <= PAIRED:
+            costs.samples[i] = [*samples, self._sample(costs, i, tokens, seconds)][-SAMPLES:]
         else:
-            measures.recent = [*measures.recent[1:], off]
-        self._observe_slope(measures, i, tokens, seconds)
-        measures.last = i
+            costs.recent = [*costs.recent[1:], off]
+        costs.last = i
         return surprised
 
-    def _observe_slope(self, measures: _SizeCosts, i: int, tokens: float, seconds: float) -> None:
-        """Measure a slope from a pair of chunks, and update the estimates of all."""
-        earlier = next((chunk for chunk in measures.trail if chunk[0] == i), None)
-        measures.trail = [*measures.trail, [i, tokens, seconds]][-LAG:]
-        if earlier is None or earlier[1] == tokens:
-            return
-        change = tokens - earlier[1]
-        self.slopes[i] = [*self.slopes[i], [abs(change), (seconds - earlier[2]) / change]][-SLOPES:]
-        self.new_pairs += 1
-        if sum(map(len, self.slopes)) <= SLOPES or self.new_pairs >= NEW_PAIRS:
-            self._update_slopes(tokens)
+    def _seconds(self, costs: _SizeCosts, i: int, tokens: float) -> float:
+        """Return seconds per iteration at level 0, of a length with samples."""
+        return math.exp(_typical(costs.samples[i])) + self._reading(costs, tokens)
 
-    def _update_slopes(self, tokens: float) -> None:
-        """Set the slopes to medians over pairs of chunks, weighted by the change of live tokens."""
-        # A prior of two pairs, as small changes measure noise: a length's slope is that of all, and that of all is 0.
-        of_all = _weighted_median([[2 * tokens, 0.0], *(pair for pairs in self.slopes for pair in pairs)])
-        self.slope = [max(0.0, _weighted_median([[2 * tokens, of_all], *pairs])) for pairs in self.slopes]
-        self.new_pairs = 0
+    def _reading(self, costs: _SizeCosts, tokens: float) -> float:
+        plain = costs.samples[0]
+        return self.read * tokens * math.exp(_typical(plain)) if plain else 0.0
 
-    def _log_cost(self, measures: _SizeCosts, i: int, tokens: float) -> float:
-        """Return log seconds per iteration at level 0: from samples at about `tokens` live tokens, if there are enough.
-
-        Each is moved to `tokens` by the slope, which then changes little.
-        """
-        samples = measures.samples[i]
-        near = [s for s in samples if s[0] <= NEAR * tokens and tokens <= NEAR * s[0]]
-        moved = []
-        for then, log_seconds in near if len(near) >= PAIRED else samples:
-            growth = self.slope[i] * (tokens - then)
-            # A slope that is too steep may not make an iteration free.
-            moved.append(
-                log_seconds + math.log(max(1 + growth * math.exp(-log_seconds), 0.1)) if growth else log_seconds
-            )
-        return _typical(moved)
+    def _sample(self, costs: _SizeCosts, i: int, tokens: float, seconds: float) -> float:
+        """Return what `samples` keeps of an iteration of length i; plain ones take it and their own reading."""
+        seconds /= math.exp(costs.level)
+        if i == 0:
+            return math.log(seconds / (1 + self.read * tokens))
+        return math.log(max(seconds - self._reading(costs, tokens), seconds / 10))
 
 
 def _typical(values: Sequence[float]) -> float:
@@ -160,14 +132,3 @@ def _between(measured: Mapping[int, float], k: int) -> float:
     shorter = max((j for j in measured if j < longer), default=longer)
     slope = max(0.0, measured[longer] - measured[shorter]) / (longer - shorter) if longer > shorter else 0.0
     return measured[longer] + slope * (k - longer)
-
-
-def _weighted_median(weighted: Sequence[Sequence[float]]) -> float:
-    """Return the median of the values of [weight, value] pairs."""
-    ordered = sorted((value, weight) for weight, value in weighted)
-    middle, total = sum(weight for _, weight in ordered) / 2, 0.0
-    for value, weight in ordered:
-        total += weight
-        if total >= middle:
-            return value
-    return ordered[-1][0]

@@ -25,7 +25,8 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.programs import Program
-from specrl_jax.decoding.requests import CallOptions, Requests
+from specrl_jax.decoding.remote import RemoteEngines
+from specrl_jax.decoding.requests import CallOptions, EngineCall, Requests
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Engine(Generic[Params, Cache]):
     response_tokens: int  # most of a rollout, unless a call says otherwise
     greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
     agree: Broadcast = alone
+    remote: RemoteEngines | None = None  # processes that generate in this one's place
 
     @property
     def config(self) -> EngineConfig:
@@ -63,12 +65,13 @@ class Engine(Generic[Params, Cache]):
 
     def controller(self, lengths: Sequence[int] = (), begins: int = 0) -> Controller:
         """Return a new controller of this engine's draft lengths, or of some of them; `begins` as of `Controller`."""
-        budget = self.config.budget * self.config.shards
-        return Controller(lengths or self.compiled.lengths, self.compiled.sizes, budget=budget, begins=begins)
-
-    def worker_metrics(self) -> dict[str, int | float]:
-        """Return metrics of the processes that generate for this one; none where the engine generates itself."""
-        return {}
+        return Controller(
+            lengths or self.compiled.lengths,
+            self.compiled.sizes,
+            budget=self.config.budget * self.config.shards,
+            begins=begins,
+            read=self.compiled.functions.token_read,
+        )
 
     def compile_all(
         self,
@@ -77,7 +80,10 @@ class Engine(Generic[Params, Cache]):
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Compile every program; `on_wait` is called where others compile them. Both may raise, which ends the call."""
-        self.compiled.compile_all(params, on_program)
+        if self.remote:
+            self.remote.compile_all(self, params, on_wait)
+        else:
+            self.compiled.compile_all(params, on_program)
 
     def generate(
         self,
@@ -106,17 +112,29 @@ class Engine(Generic[Params, Cache]):
         """
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        call: CallOptions[Params] = options or CallOptions()
-        continuation = call.continuation
-        requests = self._requests(prompts, samples + self.greedy, call)
-        lengths, on_progress = lengths or FixedLength(self.draft_length), self.agreed(on_progress)
+        check_prompts(prompts, self.config.max_prompt_tokens)
+        lengths, options = lengths or FixedLength(self.draft_length), options or CallOptions()
+        call = EngineCall(
+            params,
+            prompts,
+            samples,
+            seed=seed,
+            lengths=lengths,
+            options=options,
+            on_progress=self.agreed(on_progress),
+        )
+        return self.remote.generate(self, call) if self.remote else self._generate(call)
+
+    def _generate(self, call: EngineCall[Params]) -> Rollouts:
+        params, on_progress, continuation = call.params, call.on_progress, call.options.continuation
+        requests = self._requests(call.prompts, call.samples + self.greedy, call.options)
         look = functools.partial(on_progress, 0, requests.asked)
         look()
-        programs = self.prepare(params, requests, lengths, seed=seed, look=look)
-        batch = self._batch(params, requests, call, seed=seed, on_progress=on_progress)
+        programs = self.prepare(params, requests, call.lengths, seed=call.seed, look=look)
+        batch = self._batch(params, requests, call.options, seed=call.seed, on_progress=on_progress)
         while not (batch.is_finished.all() or continuation.enough(batch.is_finished)) and batch.prepare():
             on_progress(batch.finished, requests.asked)  # it may have compiled the refill
-            self._decode(batch, lengths)
+            self._decode(batch, call.lengths)
             on_progress(batch.finished, requests.asked)
             self.compiled.begin_next(params, programs)
             if newer := continuation.newest():
@@ -147,13 +165,17 @@ class Engine(Generic[Params, Cache]):
         """
         continuation: Continuation[Params] = Continuation(earlier=dict(lookahead.texts), lookahead=lookahead)
         options = CallOptions(history=history, continuation=continuation)
-        requests = self._requests([], samples, options)
         lengths = lengths or FixedLength(self.draft_length)
-        programs = self.prepare(params, requests, lengths, seed=seed, look=lambda: None)
-        batch, runs = self._batch(params, requests, options, seed=seed), True
+        call = EngineCall(params, [], samples, seed=seed, lengths=lengths, options=options)
+        return self.remote.begin(self, call, until) if self.remote else self._begin(call, lookahead, until)
+
+    def _begin(self, call: EngineCall[Params], lookahead: Lookahead, until: Callable[[], bool]) -> bool:
+        requests = self._requests([], call.samples, call.options)
+        programs = self.prepare(call.params, requests, call.lengths, seed=call.seed, look=lambda: None)
+        batch, runs = self._batch(call.params, requests, call.options, seed=call.seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
-            self._decode(batch, lengths)
-            self.compiled.begin_next(params, programs)
+            self._decode(batch, call.lengths)
+            self.compiled.begin_next(call.params, programs)
         batch.collect_unfinished()
         lookahead.texts |= batch.lookahead_texts()
         return not runs

@@ -44,3 +44,5 @@ class EngineFunctions(Generic[Params, Cache]):
     eos_ids: tuple[int, ...]
     pad_id: int
     least_tokens: int = 1  # of a device's forward; with fewer, positions behind them fill up
+    # Seconds in which an iteration reads a live token's keys and values, over those of all weights: by their bytes.
+    token_read: float = 0.0

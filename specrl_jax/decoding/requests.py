@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic
 
 import numpy as np
 
 from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.features.turns import Turns
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
@@ -27,6 +28,19 @@ class CallOptions(Generic[Params]):
     # The environments that answer turns; None: a rollout is one turn. Needs `SeveralTurns`, and a call
     # that stands alone.
     turns: Turns | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCall(Generic[Params]):
+    """One call of `Engine.generate`, or of `Engine.begin`, which has no prompts of its own."""
+
+    params: Params
+    prompts: Sequence[Sequence[int]]
+    samples: int
+    seed: int
+    lengths: DraftLengthPolicy
+    options: CallOptions[Params]
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
 
 @dataclasses.dataclass(frozen=True)

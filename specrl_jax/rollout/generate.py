@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +22,9 @@ from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.rollout.conversations import Conversations, begin_conversations
 from specrl_jax.rollout.groups import (
     ScoredRollouts,
+    first_id,
     gather_round,
-    sample_rounds,
+    needs_round,
     score_rollouts,
     with_rewards,
 )
@@ -74,6 +75,12 @@ def never() -> None:
     """Keep the policy at hand."""
 
 
+def newest_weights(newer: Newer) -> tuple[Weights, WeightsVersion] | None:
+    """Return the weights to go on with, and their version, as the engine asks for them."""
+    policy = newer()
+    return policy and (policy.weights, policy.version)
+
+
 class _UntilNewer:
     """Ends a call of the engine where it would end, or once there is a newer policy."""
 
@@ -86,6 +93,17 @@ class _UntilNewer:
             return True
         self.policy = self._newer()
         return self.policy is not None
+
+
+class _Round(NamedTuple):
+    """The rollouts that this process's group generates in one round of a step."""
+
+    problems: list[Problem]
+    ids: np.ndarray  # of their rollouts
+    share: Share  # of the problems of all processes
+    policy: Published  # before the step
+    newer: Newer
+    later: Lookahead | None  # rollouts of later steps that may begin
 
 
 class RolloutGenerator:
@@ -141,13 +159,11 @@ class RolloutGenerator:
           newer: weights that running rollouts go on with.
         """
         start, later = time.perf_counter(), self._lookahead.after(step) if self._lookahead else None
-
-        def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
-            own = functools.partial(self._own, step, problems, first_id, policy=policy, newer=newer, later=later)
-            # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
-            return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
-
-        rounds = sample_rounds(generate, problems, self._upcoming.take_more, grpo=self._grpo, step=step)
+        rounds = list[ScoredRollouts]()
+        while needs_round(rounds, self._grpo):
+            asked = self._upcoming.take_more() if rounds else problems
+            first = first_id(self._grpo, step, len(rounds))
+            rounds.append(self._round(step, self._own(asked, first, policy, newer, later)))
         if self._lookahead and later:
             self._lookahead.texts = later.texts
         if self._config.rollout.order == "longest":
@@ -184,128 +200,120 @@ class RolloutGenerator:
         return finished
 
     def _own(
-        self,
-        step: int,
-        problems: list[Problem],
-        first_id: int,
-        policy: Published,
-        newer: Newer,
-        later: Lookahead | None,
-    ) -> ScoredRollouts:
-        """Return this process's part of a round: of the rollouts of its group it scores its own."""
+        self, problems: list[Problem], first: int, policy: Published, newer: Newer, later: Lookahead | None
+    ) -> _Round:
+        """Return the part of this process's group in a round of `problems`, whose first rollout has the id `first`."""
         share, G = self._groups.share(len(problems)), self._grpo.group_size
-        begins = range(len(problems))[share.group]
-        asked, ids = problems[share.group], first_id + begins.start * G + np.arange(len(begins) * G)
+        ids = first + np.arange(share.group.start * G, share.group.stop * G)
+        return _Round(problems[share.group], ids, share=share, policy=policy, newer=newer, later=later)
+
+    def _round(self, step: int, asked: _Round) -> ScoredRollouts:
+        """Generate and score a round: of all processes, or this one's part where it generates beside the learner."""
+        own = functools.partial(self._scored_round, step, asked)
+        # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
+        return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
+
+    def _scored_round(self, step: int, asked: _Round) -> ScoredRollouts:
+        """Return this process's part of a round: of the rollouts of its group it scores its own."""
         if self._config.environment.name:
-            return self._conversations(step, asked, ids, policy, share)
+            return self._conversations(step, asked)
         # A further round goes on with what the last one began of later steps.
-        earlier = self._lookahead.texts | later.texts if self._lookahead and later else {}
+        earlier = self._lookahead.texts | asked.later.texts if self._lookahead and asked.later else {}
         how: Continuation[Weights] = Continuation(
-            policy.version,
+            asked.policy.version,
             earlier,
-            later,
+            asked.later,
             partial=self._partial.rollouts,
             versions=self._config.pipeline.weight_update == "inflight" or self._config.rollout.carry > 0,
         )
         if self._grpo.oversample:
-            return self._oversampled(asked, ids, policy, newer, how)
-        return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
+            return self._oversampled(asked, how)
+        return self._scored(self._rollouts(asked, how), asked)
 
-    def _oversampled(
-        self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
-    ) -> ScoredRollouts:
+    def _oversampled(self, asked: _Round, how: Continuation[Weights]) -> ScoredRollouts:
         """Return the first groups to be finished, of those left from the last step and new ones; keep the others."""
         partial, G, carry = self._partial, self._grpo.group_size, self._config.rollout.carry // len(self._groups.groups)
         if partial.rollouts is not None:
-            problems, ids = partial.problems + problems, np.concatenate([partial.rollouts.rollout_id, ids])
+            ids = np.concatenate([partial.rollouts.rollout_id, asked.ids])
+            asked = asked._replace(problems=partial.problems + asked.problems, ids=ids)
         share = self._groups.share(self._grpo.prompts_per_step)
         groups = share.group.stop - share.group.start
-        how = dataclasses.replace(how, enough=enough_groups(groups, G, carry))
-        found = self._rollouts(problems, ids, policy, newer, how)
-        learned, asked, self._partial = split_groups(found, problems, groups, group_size=G, carries=carry > 0)
-        return self._scored(learned, asked, share)
+        rollouts = self._rollouts(asked, dataclasses.replace(how, enough=enough_groups(groups, G, carry)))
+        learned, problems, self._partial = split_groups(
+            rollouts, asked.problems, groups, group_size=G, carries=carry > 0
+        )
+        return self._scored(learned, asked._replace(problems=problems, share=share))
 
-    def _rollouts(
-        self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
-    ) -> Rollouts:
+    def _rollouts(self, asked: _Round, how: Continuation[Weights]) -> Rollouts:
         """Generate, under rollout.order=longest the longest first."""
         if self._config.rollout.order == "given":
-            return self._in_order(problems, ids, policy, newer, how)
-        order, G = self._lengths.longest_first(problems), self._grpo.group_size
-        found = self._in_order([problems[i] for i in order], ids[group_rows(order, G)], policy, newer, how)
-        found = found.take_groups(np.argsort(order), G)
-        complete = np.flatnonzero(np.all(found.finished.reshape(-1, G), axis=1))
-        self._lengths.observe([problems[i] for i in complete], found.response_length.reshape(-1, G)[complete])
-        return found
+            return self._in_order(asked, how)
+        problems, G = asked.problems, self._grpo.group_size
+        order = self._lengths.longest_first(problems)
+        ordered = asked._replace(problems=[problems[i] for i in order], ids=asked.ids[group_rows(order, G)])
+        rollouts = self._in_order(ordered, how).take_groups(np.argsort(order), G)
+        complete = np.flatnonzero(np.all(rollouts.finished.reshape(-1, G), axis=1))
+        self._lengths.observe([problems[i] for i in complete], rollouts.response_length.reshape(-1, G)[complete])
+        return rollouts
 
-    def _in_order(
-        self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
-    ) -> Rollouts:
+    def _in_order(self, asked: _Round, how: Continuation[Weights]) -> Rollouts:
         """Generate, in one call for each policy where keys and values are computed anew."""
-        call = self._calls(problems, ids, policy)
         if not self._config.pipeline.recompute_cache:
-
-            def newest() -> tuple[Weights, WeightsVersion] | None:
-                found = newer()
-                return found and (found.weights, found.version)
-
-            return call(policy, dataclasses.replace(how, newest=newest))
+            newest = functools.partial(newest_weights, asked.newer)
+            return self._call(asked, asked.policy, dataclasses.replace(how, newest=newest))
+        policy = asked.policy
         while True:
-            until = _UntilNewer(how.enough, newer)
-            found = call(policy, dataclasses.replace(how, version=policy.version, enough=until))
+            until = _UntilNewer(how.enough, asked.newer)
+            rollouts = self._call(asked, policy, dataclasses.replace(how, version=policy.version, enough=until))
             if until.policy is None:
-                return found
-            policy, how = until.policy, dataclasses.replace(how, partial=found)
+                return rollouts
+            policy, how = until.policy, dataclasses.replace(how, partial=rollouts)
 
-    def _conversations(
-        self, step: int, problems: list[Problem], ids: np.ndarray, policy: Published, share: Share
-    ) -> ScoredRollouts:
+    def _conversations(self, step: int, asked: _Round) -> ScoredRollouts:
         """Generate and score rollouts of several turns. Each process has a copy of the weights of its own."""
-        asked, turns = begin_conversations(
+        problems, turns = begin_conversations(
             self._scorer,
             self._config,
             self._rollout.tokenizer,
-            problems=problems,
+            problems=asked.problems,
             samples=self._grpo.group_size,
             step=step,
-            waiting=lambda: self._on_progress(0, len(ids)),
+            waiting=functools.partial(self._on_progress, 0, len(asked.ids)),
         )
-        found = self._calls(asked, ids, policy, turns)(policy, Continuation(policy.version))
-        return self._scored(found, list(asked), share, turns)
+        asked = asked._replace(problems=list(problems))
+        rollouts = self._call(asked, asked.policy, Continuation(asked.policy.version), turns)
+        return self._scored(rollouts, asked, turns)
 
-    def _calls(
-        self, problems: Sequence[Problem], ids: np.ndarray, began: Published, turns: Conversations | None = None
-    ) -> Callable[[Published, Continuation[Weights]], Rollouts]:
-        """Return what calls the engine for the rollouts of some problems, which began under a policy's drafts."""
-        prompts = [self._rollout.tokenizer.encode_prompt(problem.prompt) for problem in problems]
-        lengths, history = self._speculation.as_of(began.observed)
+    def _call(
+        self, asked: _Round, policy: Published, how: Continuation[Weights], turns: Conversations | None = None
+    ) -> Rollouts:
+        """Call the engine; draft lengths and history are those that the round began with."""
+        lengths, history = self._speculation.as_of(asked.policy.observed)
+        return self._rollout.engine.generate(
+            policy.weights,
+            [self._rollout.tokenizer.encode_prompt(problem.prompt) for problem in asked.problems],
+            self._grpo.group_size,
+            seed=self._config.rollout.seed,
+            options=CallOptions(first_id=asked.ids, history=history, continuation=how, turns=turns),
+            on_progress=self._on_progress,
+            lengths=lengths,
+        )
 
-        def call(policy: Published, how: Continuation[Weights]) -> Rollouts:
-            return self._rollout.engine.generate(
-                policy.weights,
-                prompts,
-                self._grpo.group_size,
-                seed=self._config.rollout.seed,
-                options=CallOptions(first_id=ids, history=history, continuation=how, turns=turns),
-                on_progress=self._on_progress,
-                lengths=lengths,
-            )
-
-        return call
-
-    def _scored(
-        self, rollouts: Rollouts, problems: list[Problem], share: Share, turns: Conversations | None = None
-    ) -> ScoredRollouts:
+    def _scored(self, rollouts: Rollouts, asked: _Round, turns: Conversations | None = None) -> ScoredRollouts:
         """Score this process's share of its group's rollouts."""
-        count = len(rollouts.length)
-
-        def waiting() -> None:
-            # Processes of one copy that generate beside the learner end in the engine, all at one place.
-            if self._synchronous or len(self._groups.own) == 1:
-                self._on_progress(count, count)
-
-        own, asked = rollouts.of_prompts(share.within), problems[share.within]
+        share = asked.share
+        own, problems = rollouts.of_prompts(share.within), asked.problems[share.within]
         scores = score_rollouts(
-            own, asked, self._rollout.tokenizer, scorer=self._scorer, while_waiting=waiting, turns=turns
+            own,
+            problems,
+            self._rollout.tokenizer,
+            scorer=self._scorer,
+            while_waiting=functools.partial(self._while_scoring, len(rollouts.length)),
+            turns=turns,
         )
-        return with_rewards(own, asked, scores, grpo=self._grpo, longest=self._config.rollout.max_response_tokens)
+        return with_rewards(own, problems, scores, grpo=self._grpo, longest=self._config.rollout.max_response_tokens)
+
+    def _while_scoring(self, count: int) -> None:
+        # Processes of one copy that generate beside the learner end in the engine, all at one place.
+        if self._synchronous or len(self._groups.own) == 1:
+            self._on_progress(count, count)

@@ -28,27 +28,13 @@ class ScoredRollouts(NamedTuple):
     rewards: np.ndarray  # [R] float32, for the advantages: the scores' total, less the overlong penalty
 
 
-# (problems, id of the first rollout) -> their rollouts
-GenerateRound = Callable[[list[Problem], int], ScoredRollouts]
-
-
-def sample_rounds(
-    generate: GenerateRound, problems: list[Problem], draw: Callable[[], list[Problem]], *, grpo: GRPOConfig, step: int
-) -> list[ScoredRollouts]:
-    """Generate rounds of P groups each, until P groups have reward variance or `grpo.sampling_rounds` are done.
+def needs_round(rounds: Sequence[ScoredRollouts], grpo: GRPOConfig) -> bool:
+    """Return whether a step generates again: until P groups have reward variance or `grpo.sampling_rounds` are done.
 
     Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): a group without reward variance has no gradient.
-
-    Args:
-      problems: of the first round; `draw` returns those of the next.
     """
-    rounds: list[ScoredRollouts] = []
-    while True:
-        rounds.append(generate(problems, first_id(grpo, step, len(rounds))))
-        found = sum(has_variance(one.rewards, grpo.group_size).sum() for one in rounds)
-        if found >= grpo.prompts_per_step or len(rounds) == grpo.sampling_rounds:
-            return rounds
-        problems = draw()
+    varied = sum(has_variance(one.rewards, grpo.group_size).sum() for one in rounds)
+    return not rounds or (varied < grpo.prompts_per_step and len(rounds) < grpo.sampling_rounds)
 
 
 def first_id(grpo: GRPOConfig, step: int, index: int) -> int:

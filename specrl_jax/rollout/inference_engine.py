@@ -25,7 +25,9 @@ from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder.expert_record import init_record
+from specrl_jax.models.flops import weight_bytes
 from specrl_jax.planning.cache_size import check_cache_length
+from specrl_jax.planning.memory import token_bytes
 from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
 from specrl_jax.sharding import HALFWAY, ROLLOUT, Partitioner, partitioner
 
@@ -171,6 +173,8 @@ def make_rollout_engine(
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         least_tokens=LEAST_TOKENS.get(partition.platform, 1),
+        token_read=token_bytes(model, None, str(config.cache_dtype))
+        / weight_bytes(model, str(config.dtype), config.quantize),
     )
     return make_engine(
         parts,

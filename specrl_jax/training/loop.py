@@ -228,7 +228,8 @@ class _Run:
     def _metrics(self, result: StepResult) -> StepMetrics:
         """Return the metrics of the step, with its alarms; keep its remarks."""
         generated = result.generated
-        workers = self.rollout.engine.worker_metrics()
+        remote = self.rollout.engine.remote
+        workers = remote.metrics() if remote else {}
         beside = self.performance.rollout_devices or int(workers.get("rollout/worker_devices", 0))
         performance = dataclasses.replace(self.performance, rollout_devices=beside)
         row = step_metrics(result, self.learner, performance) | workers

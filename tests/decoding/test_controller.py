@@ -360,27 +360,22 @@ def test_lengths_that_not_all_are_verified_of_are_counted_apart():
 
 # --- live tokens
 
-# Seconds that a live token adds to an iteration, relative; at 1, 8,000 a row add three times what plain decoding takes
-# without them. Reading the cache is shared by all queries, computing attention is not.
-READS = {
-    "shared by the queries": lambda k: 1.0,
-    "a little by query": lambda k: 1 + 0.05 * k,
-    "by query": lambda k: (k + 1) / 2,
-}
+# What a live token adds to an iteration, over what plain decoding takes without any: 8,000 a row add three times that.
+READ = 3 / 8000 / SIZE
 
 
 class LongMachine(Machine):
     """Steps in which all rows grow from 50 tokens to 8,000."""
 
-    def __init__(self, reads, ratio, seed):
+    def __init__(self, ratio, seed):
         super().__init__([1 + 0.25 * k for k in LENGTHS], (ratio,) * LENGTHS[-1], seed)
-        self.plain, self.reads, self.live = dict(self.costs), READS[reads], 50.0
+        self.plain, self.live = dict(self.costs), 50.0
         self.grow(0.0)
 
     def grow(self, tokens):
         """Add tokens to every row; costs are those at the new length."""
         self.live += tokens
-        self.costs = {k: self.plain[k] + 3 * self.reads(k) * self.live / 8000 for k in LENGTHS}
+        self.costs = {k: self.plain[k] + READ * SIZE * self.live for k in LENGTHS}
 
     def step(self, controller):
         """(share of the tokens per second of the best length at every moment, lengths chosen)."""
@@ -400,48 +395,40 @@ class LongMachine(Machine):
         return ideal / seconds, chosen
 
 
-def long_steps(reads, ratio, seed, steps):
-    machine = LongMachine(reads, ratio, seed)
-    controller = Controller(LENGTHS, (SIZE,))
+def long_steps(ratio, seed, steps, read=READ):
+    machine = LongMachine(ratio, seed)
+    controller = Controller(LENGTHS, (SIZE,), read=read)
     for k in LENGTHS:
         controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), live=50.0)
     return [machine.step(controller) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("reads", long_but(["shared by the queries"], list(READS)))
-def test_as_fast_as_the_best_length_while_sequences_grow(reads):
-    """Mean share in the third to the sixth step, over three acceptances.
+def test_as_fast_as_the_best_length_while_sequences_grow():
+    """Mean share in the third to the sixth step, over three acceptances; without `read` it is below."""
 
-    Of 30 other seeds each, none was below the bound. With `live` withheld the mean is 0.97, and none was above it where
-    reads are shared, two of 30 where they grow a little by query.
-    """
-    shares = [share for ratio in (0.4, 0.6, 0.8) for share, _ in long_steps(reads, ratio, seed=13, steps=6)[2:]]
-    assert np.mean(shares) >= 0.982
+    def mean(read):
+        return np.mean([share for ratio in (0.4, 0.6, 0.8) for share, _ in long_steps(ratio, 13, 6, read)[2:]])
+
+    assert mean(READ) >= 0.982 > mean(0.0)
 
 
 def test_drafts_grow_with_the_live_tokens_in_every_step():
     """Best are k = 3 at 50 tokens and 7 at 8,000: what was chosen at the end of a step is not used in the next."""
-    for _, chosen in long_steps("shared by the queries", 0.8, seed=14, steps=4)[1:]:
+    for _, chosen in long_steps(0.8, seed=14, steps=4)[1:]:
         assert np.mean(chosen[:8]) < 4.5 < np.mean(chosen[-8:])
 
 
-def test_a_live_token_adds_the_same_to_lengths_that_did_not_run():
-    controller = Controller((0, 3), (SIZE,))
+def test_a_live_token_adds_the_same_to_every_length():
+    """1 us each: plain decoding takes 6.8 ms without any, the 3,200 of the calibration 3.2 ms."""
+    controller = Controller((0, 3), (SIZE,), read=1e-6 / 0.0068)
     controller.calibrate(SIZE, 0, 0.010, live=100.0)
     controller.calibrate(SIZE, 3, 0.030, live=100.0)
-    for live in range(100, 1700, 100):
-        seconds = 0.010 + 1e-6 * SIZE * (live - 100)
-        observe(controller, SIZE, 0, 32 * seconds, 32, 32 * SIZE, [0, 0, 0], live=live)
     costs = [[controller.cost(SIZE, k, SIZE * live) for k in (0, 3)] for live in (100, 1600)]
-    np.testing.assert_allclose(costs, [[0.010, 0.030], [0.058, 0.078]], rtol=0.05)
-
-
-def test_a_pause_is_no_slope():
-    controller = Controller((0, 3), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010, live=100.0)
-    for t, live in enumerate(range(100, 4000, 100)):
-        observe(controller, SIZE, 0, 0.32 * (3 if t % 7 == 6 else 1), 32, 32 * SIZE, [0, 0, 0], live=live)
-    assert controller.cost(SIZE, 0, SIZE * 4000) == pytest.approx(0.010)
+    np.testing.assert_allclose(costs, [[0.010, 0.030], [0.058, 0.078]])
+    for live in range(100, 1700, 100):
+        observe(controller, SIZE, 0, 32 * (0.010 + 1e-6 * SIZE * (live - 100)), 32, 32 * SIZE, [0, 0, 0], live=live)
+    after = [[controller.cost(SIZE, k, SIZE * live) for k in (0, 3)] for live in (100, 1600)]
+    np.testing.assert_allclose(after, costs)
 
 
 # --- probes
@@ -682,8 +669,8 @@ def test_restored_it_continues_identically():
 
 
 def test_restored_while_sequences_grow():
-    machines = [LongMachine("a little by query", 0.6, seed=15) for _ in range(2)]
-    one, two = Controller(LENGTHS, (SIZE,)), Controller(LENGTHS, (SIZE,))
+    machines = [LongMachine(0.6, seed=15) for _ in range(2)]
+    one, two = (Controller(LENGTHS, (SIZE,), read=READ) for _ in range(2))
     for _ in range(2):
         assert machines[0].step(one) == machines[1].step(two)
         two = Controller.restore(json.loads(json.dumps(two.state())))

@@ -10,9 +10,10 @@ from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import overlong_penalty
 from specrl_jax.rollout.groups import (
     ScoredRollouts,
+    first_id,
     merge_rounds,
     merge_scores,
-    sample_rounds,
+    needs_round,
     select_groups,
     with_rewards,
 )
@@ -70,17 +71,14 @@ def scores_of(rewards, failures=None):
 
 
 def rounds_of(*rewards, g=None, step=0):
-    """Batches of `sample_rounds` over prepared rounds of rewards [P, G], and the ids asked for."""
-    asked, left = [], list(rewards)
-
-    def generate(problems, first_id):
-        asked.append((problems, first_id))
-        return with_rewards(
-            rollouts_of(first_id), problems, scores_of(left.pop(0)), grpo=g or settings(), longest=LONGEST
-        )
-
-    drawn = iter([["more 1"] * P, ["more 2"] * P])
-    return sample_rounds(generate, ["first"] * P, lambda: next(drawn), grpo=g or settings(), step=step), asked
+    """The rounds of a step over prepared rewards [P, G], and the problems and ids of each."""
+    asked, rounds, g = [], [], g or settings()
+    drawn = iter([["first"] * P, ["more 1"] * P, ["more 2"] * P])
+    while needs_round(rounds, g):
+        asked.append((next(drawn), first_id(g, step, len(rounds))))
+        scores = scores_of(rewards[len(rounds)])
+        rounds.append(with_rewards(rollouts_of(asked[-1][1]), asked[-1][0], scores, grpo=g, longest=LONGEST))
+    return rounds, asked
 
 
 MIXED, EQUAL = [[1, 0], [0, 1], [1, 0]], [[1, 1], [0, 0], [1, 1]]
@@ -135,13 +133,8 @@ def test_length_costs_reward():
     """DAPO's eq. 13 by hand: 10 tokens at most, the last four of them a buffer."""
     np.testing.assert_allclose(overlong_penalty(np.array([1, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
     g = settings(overlong_buffer=4, overlong_penalty=2.0)
-
-    def generate(problems, first_id):
-        return with_rewards(
-            rollouts_of(first_id, [1, 10, 6, 8, 3, 3]), problems, scores_of(EQUAL), grpo=g, longest=LONGEST
-        )
-
-    (batch,) = sample_rounds(generate, [], list, grpo=g, step=0)
+    rollouts = rollouts_of(0, [1, 10, 6, 8, 3, 3])
+    batch = with_rewards(rollouts, [], scores_of(EQUAL), grpo=g, longest=LONGEST)
     np.testing.assert_allclose(batch.rewards, [1, -1, 0, -1, 1, 1])
     # What is reported is what was earned.
     assert batch.scores.total.tolist() == [1, 1, 0, 0, 1, 1]

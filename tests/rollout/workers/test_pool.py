@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specrl_jax.decoding.draft_lengths import FixedLength
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.weights import Weights
@@ -26,7 +27,7 @@ from specrl_jax.errors import InputError, RunFailed, Stopped, WorkersFailed
 from specrl_jax.rollout.speculation import Guarded
 from specrl_jax.rollout.workers import pool as pools
 from specrl_jax.rollout.workers import transfer
-from specrl_jax.rollout.workers.engine import RemoteEngine, drafts_of, rollout_ids
+from specrl_jax.rollout.workers.engine import WorkerEngines, drafts_of, rollout_ids
 from specrl_jax.rollout.workers.messages import (
     CHOOSES,
     CHOOSES_ALARMED,
@@ -155,7 +156,7 @@ def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     that does nothing.
     """
     drafts_of_three = types.SimpleNamespace(functions=types.SimpleNamespace(drafter=types.SimpleNamespace(length=3)))
-    engine = RemoteEngine(drafts_of_three, Sampling(), 8, process=First(pool), name="engine")
+    engine = Engine(drafts_of_three, Sampling(), 8, remote=WorkerEngines(First(pool), name="engine"))
     texts = {i: np.array([i], np.int32) for i in (11, 14, 17)}
     lookahead = Lookahead(PROMPTS, np.arange(10, 20), dict(texts))
     asked, began = {}, threading.Barrier(3)
