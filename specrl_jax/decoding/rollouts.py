@@ -81,7 +81,7 @@ class Rollouts:
     ended: np.ndarray
     eos: np.ndarray  # [R] bool, the last token is an end-of-text token
     finished: np.ndarray  # [R] bool; False where the call ended before the rollout did
-    environment: np.ndarray  # [R, S] bool, tokens of the response that an environment wrote
+    environment: np.ndarray  # [R, S] bool, tokens that an environment wrote; here, since no learner counts them
     verifications: np.ndarray  # [R] int32, target forwards after the prefill
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it

@@ -166,7 +166,7 @@ class PrefillBatch(NamedTuple):
     sequence: jax.Array  # [B] int32
     sampling: RowSampling  # of the slots that start
     new_group: jax.Array  # [P] int32, group of each new prompt in the lookup cache; the number of groups: none
-    features: dict[str, Any]  # by name, the part of each that has one
+    features: dict[str, Any]  # by name, the part of each; None: it has none
     texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
     text_length: jax.Array | None = None  # [P, M] int32
 
