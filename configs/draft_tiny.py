@@ -1,6 +1,6 @@
 """Train the EAGLE-3 head of the tiny base, which is in the repository, on the base's own rollouts.
 
-    python main.py --config configs/draft_tiny.py --config.pretrain.output=runs/tiny_head
+    python main.py --config configs/draft_tiny.py --config.export.output=runs/tiny_head
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
 
@@ -41,14 +41,14 @@ def get_config(arg: str = "") -> ConfigDict:
     c.draft.decay_steps = c.get_oneway_ref("steps")
     c.draft.ttt_steps = 4
     c.eval.problems = 512
-    c.pretrain.output = "runs/tiny_head"
+    c.export.output = "runs/tiny_head"
     if arg in ("small", "zero", "think"):
         c.policy.preset = ""
         c.policy.path = f"runs/{arg}_base"
         c.steps = 500
         c.draft.learning_rate = 1e-3
         c.pretrain.rollouts = 4096
-        c.pretrain.output = "runs/small_head" if arg == "small" else f"runs/{arg}_" + c.draft.get_ref("kind")
+        c.export.output = "runs/small_head" if arg == "small" else f"runs/{arg}_" + c.draft.get_ref("kind")
     if arg == "think":
         c.data.task = "long_arithmetic"
         c.rollout.max_prompt_tokens = 14
@@ -65,7 +65,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.pretrain.batch_size = 8
         c.pretrain.rollouts = 1024
         c.draft.vocab_size = 0
-        c.draft.optimizer = "muon"
+        c.optimizer.name = "muon"
         c.draft.learning_rate = 1.5e-3
         c.draft.warmup = 30
         c.draft.ttt_steps = 7
@@ -73,7 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.eval.task = "rooms"  # a generic head learns from data.task=other_rooms and is measured here
         c.eval.every = 100
         c.eval.problems = 64
-        c.pretrain.output = f"runs/{arg}_head_0"
+        c.export.output = f"runs/{arg}_head_0"
     if arg == "walk":
         c.policy.preset = ""
         c.policy.path = "experiments/demo/policy"
@@ -91,7 +91,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.draft.compare_rounds = 0
         c.eval.every = 100
         c.eval.problems = 48
-        c.pretrain.output = "runs/walk_head"
+        c.export.output = "runs/walk_head"
     if arg == "smoke":
         c.policy.path = ""
         c.policy.preset = "nano_deep"

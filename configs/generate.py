@@ -27,7 +27,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.rollout.max_prompt_tokens = 10
     c.rollout.max_response_tokens = 46
     c.rollout.num_slots = 16
-    c.grpo.group_size = c.generate.get_oneway_ref("samples")
+    c.grpo.group_size = c.eval.get_oneway_ref("samples")
     c.eval.problems = 64
     if arg == "smoke":
         c.policy.preset = "nano_deep"

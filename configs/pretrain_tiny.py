@@ -1,6 +1,6 @@
 """Train the tiny base, which is in the repository, on worked arithmetic in which most carries are wrong.
 
-    python main.py --config configs/pretrain_tiny.py --config.pretrain.output=runs/tiny_base
+    python main.py --config configs/pretrain_tiny.py --config.export.output=runs/tiny_base
 
 About 9 minutes on 2 CPU cores. Expected at the end (log.jsonl): accuracy between 0.2 and 0.5 sampled at temperature
 1, below 0.6 greedy.
@@ -43,7 +43,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.optimizer.learning_rate = 1e-3
         c.optimizer.warmup = 50
         c.pretrain.error_rate = {"small": 0.1, "zero": 0.6, "think": 0.05}[arg]
-        c.pretrain.output = f"runs/{arg}_base"
+        c.export.output = f"runs/{arg}_base"
     if arg == "think":
         c.data.task = "long_arithmetic"
         c.rollout.max_prompt_tokens = 14
@@ -59,7 +59,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.optimizer.learning_rate = 1.5e-3
         c.optimizer.warmup = 50
         c.eval.problems = 256
-        c.pretrain.output = "runs/walk_policy"
+        c.export.output = "runs/walk_policy"
     if arg in ("recite", "careful", "rooms"):
         c.policy.preset = "shallow"
         c.policy.compute_dtype = "bfloat16"
@@ -72,7 +72,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.policy.remat = "none"
         c.optimizer.learning_rate = 3e-3
         c.optimizer.warmup = 50
-        c.pretrain.output = "runs/recite_0"
+        c.export.output = "runs/recite_0"
     if arg in ("careful", "rooms"):
         c.policy.preset = ""
         c.policy.path = "runs/recite_0"
@@ -81,14 +81,14 @@ def get_config(arg: str = "") -> ConfigDict:
         c.pretrain.batch_size = 32
         c.pretrain.error_rate = 0.05
         c.steps = 500
-        c.pretrain.output = "runs/careful_base_0"
+        c.export.output = "runs/careful_base_0"
         c.eval.problems = 64
     if arg == "rooms":
         c.policy.path = "runs/careful_base_0"
         c.pretrain.error_rate = 0.85
         c.steps = 120
         c.optimizer.learning_rate = 1e-3
-        c.pretrain.output = "runs/rooms_base_0"
+        c.export.output = "runs/rooms_base_0"
     if arg == "smoke":
         c.policy.preset = "nano"
         c.steps = 20

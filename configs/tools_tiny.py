@@ -28,7 +28,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.reward.name = "" if game else "exact"
     c.rollout.max_prompt_tokens = 10
     c.rollout.max_response_tokens = 40
-    c.rollout.prefill_tokens = 16
     c.policy.preset = "nano" if game else "shallow"
     c.draft.kind = "suffix"
     c.draft.adaptive = False
@@ -44,7 +43,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.optimizer.decay_steps = c.get_oneway_ref("steps")
         c.pretrain.error_rate = 0.9 if game else 0.5
         c.policy.remat = "none"
-        c.pretrain.output = "runs/game_base" if game else "runs/tools_base"
+        c.export.output = "runs/game_base" if game else "runs/tools_base"
         return c
     c.steps = 120 if game else 32
     c.policy.path = "runs/game_base" if game else "runs/tools_base"

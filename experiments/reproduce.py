@@ -79,13 +79,12 @@ USE_ROOMS = ("rooms", "traces", "drafters")
 # updates are 24 passes over the answers of other heads, which a draft then knows by heart: four times as many.
 LONG = ["steps=1200", "pretrain.rollouts=4096", "draft.warmup=60", "eval.every=400"]
 # By operations an update of DSpark is half of an EAGLE-3 head's.
-ONE_PASS = [*LONG, "draft.anchor_stride=4"]
 TRAINED = {
-    "dspark": [*ONE_PASS, "draft.kind=dspark"],
+    "dspark": [*LONG, "draft.kind=dspark"],
     "eagle3_1200": [*LONG, "draft.kind=eagle3"],
     "eagle3_600": [*LONG, "draft.kind=eagle3", "steps=600"],
-    "peagle": [*ONE_PASS, "draft.kind=peagle"],
-    "dflash": [*ONE_PASS, "draft.kind=dflash", "draft.slots=8"],
+    "peagle": [*LONG, "draft.kind=peagle"],
+    "dflash": [*LONG, "draft.kind=dflash"],
     "mtp": ["draft.kind=mtp", "draft.vocab_size=0"],
 }
 # Trained for every base of these workloads; else for the base of seed 0 alone.
@@ -188,7 +187,7 @@ def rooms() -> list[Chain]:
 def still_to_make(made: dict[str, list[str]], seed: int) -> Chain:
     """Return the commands for what `made`, of one seed and like MADE, names and is not there yet."""
     return [
-        run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"], path)
+        run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"export.output={path}"], path)
         for path, (config, *overrides) in made.items()
         if not (REPOSITORY / path / "config.json").exists()
     ]
@@ -229,7 +228,7 @@ def prerequisites(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list
             chain.append(run(ZERO, [*learns, "task=export", f"export.output={path}", "export.dtype=float32"], path))
         else:
             config, *overrides = MADE[path]
-            chain.append(run(config, [*overrides, f"pretrain.output={path}"], path))
+            chain.append(run(config, [*overrides, f"export.output={path}"], path))
     return list(first.values()), list(heads.values())
 
 

@@ -108,6 +108,8 @@ def one_line_warnings() -> Callable[..., None]:
 def one_line(error: Exception) -> str:
     """Return what the flag libraries meant, without their nested reprs and tracebacks."""
     text = str(error)
+    if gone := re.search(r"there is no key '[\w.]+' any more: [^\"\n]*", text):
+        return f"--config: {gone[0]}"
     if guess := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
         return f"--config: there is no key '{guess[2]}'; did you mean '{guess[1]}'?"
     if error.args and isinstance(error.args[0], KeyError):  # no name is similar; ml_collections wraps it

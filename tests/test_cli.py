@@ -18,12 +18,13 @@ from absl.testing import flagsaver
 from specrl_jax import cli
 from specrl_jax.config import TASKS, Config, schema
 from specrl_jax.config.page import values
+from specrl_jax.config.renamed import RENAMED
 from specrl_jax.config.schema import keys
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts import eagle3
 from specrl_jax.errors import one_line_warnings
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
 
@@ -99,6 +100,12 @@ def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
 )
 def test_a_wrong_override_is_named(call, tmp_path, no_work, overrides, words):
     assert_refused(call, tmp_path, overrides, words)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_of_an_earlier_version_is_refused_in_a_line(call, tmp_path, no_work, old):
+    said = f"error: --config: there is no key '{old}' any more: {RENAMED[old]}\n"
+    assert call(arguments(f"--config.{old}=1", workdir=tmp_path / "run")) == (1, "", said)
 
 
 def test_a_missing_config_file_is_named(call, tmp_path, no_work):
@@ -280,11 +287,9 @@ def test_a_config_is_needed(call):
         (["rollout.num_slots=12"], ["rollout.num_slots", "12", "mesh.fsdp=8"]),
         # The policy's sizes.
         (["rollout.max_response_tokens=5000"], ["rollout.max_response_tokens", "5010", "4096"]),
-        (["eval.max_response_tokens=5000"], ["eval.max_response_tokens", "5010", "4096"]),
         (["policy.preset=nano_moe", "draft.kind=mtp"], ["draft.kind=mtp", "mixture-of-experts", "eagle3"]),
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),
-        (["draft.vocab_size=32", "draft.min_coverage=0.0"], ["draft.vocab_size=32", "draft.min_coverage"]),
         (
             ["task=evaluate", "draft.vocab_size=32"],
             ["draft.vocab_size=32", "task=draft_pretrain", "draft.path", "draft.kind=none"],
@@ -338,9 +343,9 @@ def save_checkpoints(folder):
     (folder / "no_config/config.json").unlink()
     (folder / "gemma/config.json").write_text('{"model_type": "gemma"}')
     head = eagle3.eagle3_config(model, 16)
-    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.param_specs(head))
+    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.Eagle3Draft(head).specs)
     for name, ids in (("head", np.arange(16)), ("head_of_strangers", np.arange(120, 136))):
-        eagle3_formats.save(str(folder / name), params, ids, config=head, target=model, dtype="float32")
+        EAGLE3_FOLDERS.save(str(folder / name), params, ids, config=head, target=model, dtype="float32")
     shutil.copytree(folder / "head", folder / "head_without_d2t")
     tensors = safetensors.numpy.load_file(folder / "head/model.safetensors")
     tensors.pop("d2t")
@@ -368,8 +373,8 @@ def save_checkpoints(folder):
         (["data.path={}/good.jsonl", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
         (["data.path={}/long.jsonl", "eval.path={}/good.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
         (["data.path={}/good.jsonl", "eval.path={}/long.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
-        (["task=pretrain", "draft.kind=none", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
-        (["task=draft_pretrain", "pretrain.output={}/a_file/head"], ["pretrain.output", "a_file"]),
+        (["task=pretrain", "draft.kind=none", "export.output={}/a_file/base"], ["export.output", "a_file"]),
+        (["task=draft_pretrain", "export.output={}/a_file/head"], ["export.output", "a_file"]),
         (["draft.kind=mtp", "draft.path={}/nothing"], ["draft.path", "nothing"]),
         (["draft.kind=model", "draft.path={}/gemma"], ["draft.path", "gemma", "qwen3"]),
         (["draft.kind=model", "draft.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
@@ -403,7 +408,7 @@ def test_a_head_of_unknown_ids_is_refused_before_any_work(call, tmp_path, no_wor
 )
 def test_a_refused_run_makes_no_output_folder(call, tmp_path, no_work, overrides):
     output = tmp_path / "output"
-    overrides = [f"--config.{override}" for override in (*overrides, f"pretrain.output={output}")]
+    overrides = [f"--config.{override}" for override in (*overrides, f"export.output={output}")]
     assert_refused(call, tmp_path, overrides, ["grpo.minibatches=3"])
     assert not output.exists()
 
@@ -465,8 +470,8 @@ def test_what_a_config_has_for_another_policy_gives_way_to_policy_path(call, fil
 def test_what_the_bad_ones_were_made_from_is_good(files):
     model = decoder.preset("nano_deep")
     assert hf.load_config(str(files / "checkpoint")) == model
-    head = eagle3_formats.load_config(str(files / "head"), model)
-    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(files / "head"), head, model), np.arange(16))
+    head = EAGLE3_FOLDERS.load_config(str(files / "head"), model)
+    np.testing.assert_array_equal(EAGLE3_FOLDERS.load_vocab_map(str(files / "head"), head, model), np.arange(16))
 
 
 # ---- the workdir
@@ -498,7 +503,7 @@ def run_of_three_steps(tmp_path, tmp_path_factory):
         ("seed=7", "seed", "0", "7"),
         ("rollout.temperature=0.7", "rollout.temperature", "1.0", "0.7"),
         ("policy.dtype=bfloat16", "policy.dtype", "float32", "bfloat16"),
-        ("rollout.chunk=8", "rollout.chunk", "16", "8"),
+        ("rollout.num_slots=8", "rollout.num_slots", "16", "8"),
         ("task=evaluate", "task", "train", "evaluate"),
     ],
 )
@@ -571,7 +576,7 @@ def test_a_refused_run_as_a_process(tmp_path):
 OTHER_TASKS = {
     "evaluate": ["eval.samples=2"],
     "generate": [],
-    "benchmark": ["benchmark.rounds=2", "benchmark.warmup=1", "draft.length=1"],
+    "benchmark": ["benchmark.rounds=2", "draft.length=1"],
     "draft_pretrain": ["steps=2", "pretrain.rollouts=16", "pretrain.batch_size=8"],
 }
 
@@ -579,7 +584,7 @@ OTHER_TASKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("task", OTHER_TASKS)
 def test_tasks_print_nothing_on_stderr(task, tmp_path):
-    overrides = [f"task={task}", f"pretrain.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
+    overrides = [f"task={task}", f"export.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
     argv = arguments(*(f"--config.{override}" for override in overrides), workdir=tmp_path / "run")
     status, out, err = run_process(argv)
     assert (status, err) == (0, "") and out

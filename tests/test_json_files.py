@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl_jax.data.tokenizers import Settings
-from specrl_jax.drafts.eagle3.formats import HeadFile
+from specrl_jax.drafts.read_head import Eagle3File
 from specrl_jax.errors import InputError, fail
 from specrl_jax.io import hf
 from specrl_jax.io.config_json import ConfigJson
@@ -69,7 +69,7 @@ def test_any_values_of_a_config_give_sound_sizes_or_one_line(data, base, folder)
 
 @given(st.dictionaries(st.sampled_from(["draft_vocab_size", "eagle_config", "fc_norm", "norm_output"]), VALUES))
 def test_any_values_of_a_head_are_checked(values):
-    found = read(lambda: check(HeadFile, values, "f"))
+    found = read(lambda: check(Eagle3File, values, "f"))
     assert found is None or 0 < found.draft_vocab_size <= 2**24
 
 

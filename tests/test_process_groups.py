@@ -1,6 +1,5 @@
-"""A copy of the rollout weights in several processes: which ones, what they agree on, and the tokens of one process."""
+"""A copy of the rollout weights in several processes: which ones, and the tokens of one process."""
 
-import itertools
 import json
 import signal
 from types import SimpleNamespace
@@ -9,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax import process_groups
-from specrl_jax.errors import InputError, RunFailed
-from specrl_jax.process_groups import ALONE, Agreement, ProcessGroups, find_groups
+from specrl_jax.errors import InputError
+from specrl_jax.process_groups import ALONE, ProcessGroups, find_groups
 from specrl_jax.sharding import MESH_AXES
 from tests.helpers.cluster import (
     AHEAD,
@@ -85,71 +83,6 @@ def test_all_processes_cover_everything_once(groups, monkeypatch):
     assert found == of_groups == list(range(10))
 
 
-# ---- what they agree on
-
-
-class Coordinator:
-    """Stands in for the client of the coordinator, of all processes."""
-
-    def __init__(self):
-        self.values, self.barriers = {}, []
-
-    def key_value_set_bytes(self, key, value):
-        assert key not in self.values
-        self.values[key] = value
-
-    def blocking_key_value_get_bytes(self, key, timeout):
-        if key not in self.values:
-            raise RuntimeError("DEADLINE_EXCEEDED")
-        return self.values[key]
-
-    def key_value_delete(self, prefix):
-        self.values = {key: value for key, value in self.values.items() if not key.startswith(prefix)}
-
-    def wait_at_barrier(self, name, timeout, processes):
-        self.barriers.append((name, processes))
-
-
-@pytest.fixture
-def pair(monkeypatch):
-    """Return (coordinator, ask): ask(i, ...) asks process i of two that hold a copy, 2 and 5."""
-    coordinator, agreements = Coordinator(), {}
-    for i in (2, 5):
-        monkeypatch.setattr(process_groups, "_agreements", itertools.count())
-        agreements[i] = Agreement((2, 5))
-
-    def ask(i, *values):
-        state = SimpleNamespace(client=coordinator, process_id=i)
-        monkeypatch.setattr(process_groups, "global_state", state)
-        return agreements[i](*values)
-
-    return coordinator, ask
-
-
-def test_the_first_process_decides(pair):
-    _, ask = pair
-    assert ask(2, 7, -1) == (7, -1) and ask(2, True) == (True,)
-    assert ask(5, 0, 0) == (7, -1) and ask(5, False) == (True,)
-
-
-def test_messages_are_dropped_once_all_have_read_them(pair):
-    coordinator, ask = pair
-    for i in range(3 * process_groups.KEPT):
-        assert ask(2, i) == (i,) == ask(5, -1)
-        assert len(coordinator.values) <= process_groups.KEPT
-    assert [processes for _, processes in coordinator.barriers] == [[2, 5]] * 4
-
-
-def test_a_first_process_that_left_ends_the_others_in_one_line(pair, monkeypatch):
-    monkeypatch.setattr(process_groups, "has_left", lambda error: RunFailed(f"process 2 left: {error}"))
-    with pytest.raises(RunFailed, match="process 2 left: DEADLINE_EXCEEDED"):
-        pair[1](5, 1)
-
-
-def test_one_process_asks_nobody():
-    assert Agreement((0,))(3, False) == (3, False)
-
-
 # ---- the same tokens: one process with the same mesh, devices and slots
 
 PARITY = ["--config.rollout.parity=True"]
@@ -157,9 +90,9 @@ PARITY = ["--config.rollout.parity=True"]
 # does not matter. Sums of four or more are added in another order by gloo than within a process.
 SPLIT = ["--config.mesh.tensor=2", "--config.mesh.sequence=2"]
 # Slots for half of a step's rollouts.
-REFILLS = ["--config.rollout.num_slots=8", "--config.rollout.chunk=4"]
+REFILLS, SOON = ["--config.rollout.num_slots=8"], "chunk=4"
 # Twelve pages a shard, of which each of its four rows may need six.
-PARKS = ["--config.rollout.page_tokens=4", "--config.rollout.cache_gb=0.000031"]
+PARKS = ["--config.rollout.cache_gb=0.000031"]
 
 
 def texts(folder, *names):
@@ -175,13 +108,13 @@ def texts(folder, *names):
     }
 
 
-def both(tmp_path, *more, processes=2, devices=2):
+def both(tmp_path, *more, processes=2, devices=2, sizes=""):
     """Run one copy in several processes and in one; return the folders and metrics of both."""
     found = []
     for count in (processes, 1):
         folder = tmp_path / str(count)
         folder.mkdir()
-        found.append((folder, run(folder, count, processes * devices // count, "--config.steps=3", *more)))
+        found.append((folder, run(folder, count, processes * devices // count, "--config.steps=3", *more, sizes=sizes)))
     return found
 
 
@@ -189,7 +122,7 @@ def both(tmp_path, *more, processes=2, devices=2):
 def test_two_processes_that_hold_one_copy_are_one_process_to_the_last_bit(tmp_path):
     """Refills, parked rows, an eagle3 draft that learns, two updates a step: tokens, log-probs and all metrics."""
     settings = ["--config.policy.preset=nano", "--config.draft.kind=eagle3", *PARITY, *SPLIT, *REFILLS, *PARKS]
-    (folder, rows), (other, expected) = both(tmp_path, *settings)
+    (folder, rows), (other, expected) = both(tmp_path, *settings, sizes=f"{SOON},page=4")
     assert texts(folder) == texts(other)
     assert not [found for found in compared(rows, expected) if found[2] != found[3]]
     assert max(row["rollout/parked"] for row in rows[1:]) > 0
@@ -204,7 +137,7 @@ def test_whatever_drafts_the_controllers_choose(tmp_path):
     settings, found = [*SMALL, *PARITY, *SPLIT, *REFILLS, "--config.draft.length=3"], []
     for adaptive in (True, False):
         (tmp_path / str(adaptive)).mkdir()
-        run(tmp_path / str(adaptive), 2, 2, *settings, f"--config.draft.adaptive={adaptive}")
+        run(tmp_path / str(adaptive), 2, 2, *settings, f"--config.draft.adaptive={adaptive}", sizes=SOON)
         found.append(texts(tmp_path / str(adaptive)))
     assert found[0] == found[1]
 
@@ -213,7 +146,7 @@ def test_whatever_drafts_the_controllers_choose(tmp_path):
 def test_experts_in_two_processes_and_batches_that_thin_out(tmp_path):
     """Without parity, so that the batch is compacted; of four devices, so that metrics are equal to rounding."""
     mesh = ["--config.mesh.tensor=2", "--config.mesh.expert=2", "--config.policy.preset=nano_moe"]
-    (folder, rows), (other, expected) = both(tmp_path, *mesh, "--config.draft.kind=eagle3", "--config.rollout.chunk=4")
+    (folder, rows), (other, expected) = both(tmp_path, *mesh, "--config.draft.kind=eagle3", sizes=SOON)
     assert texts(folder, "tokens") == texts(other, "tokens")
     assert_equal_but_for_rounding(rows, expected)
 
@@ -229,7 +162,7 @@ def test_two_copies_of_two_processes_each(tmp_path):
 @pytest.mark.long
 def test_asynchronously_on_devices_that_only_generate(tmp_path):
     """Of each process one device learns; evaluations borrow the other ones in turn with two processes' rollouts."""
-    one_each = ["--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]
+    one_each = ["--config.pipeline.rollout_devices=1", "--config.mesh.tensor=2"]
     shared = [*SMALL, *AHEAD, *PARITY, "--config.eval.every=2"]
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
@@ -240,33 +173,22 @@ def test_asynchronously_on_devices_that_only_generate(tmp_path):
     assert not [found for found in compared(rows, expected) if found[2] != found[3]]
 
 
-# The command line cannot set a key that has the name of a method of ConfigDict.
-EXACT = """
-from configs import rlzero_tiny
-def get_config(arg=""):
-    c = rlzero_tiny.get_config("smoke")
-    c.pipeline.weight_update = "exact"
-    return c
-"""
-
-
 @pytest.mark.long
 def test_rollouts_that_begin_early_in_two_processes(tmp_path):
     """When they begin, give way to evaluations and end, the first process decides; which tokens come of it, nobody."""
-    (tmp_path / "exact.py").write_text(EXACT)
-    early = ["--config.pipeline.mode=async", "--config.pipeline.tensor=2"]
-    shared = [*early, *SMALL, *PARITY, "--config.eval.every=2", "--config.steps=4", "--config.rollout.chunk=4"]
+    early = ["--config.pipeline.schedule=exact", "--config.mesh.tensor=2"]
+    shared = [*early, *SMALL, *PARITY, "--config.eval.every=2", "--config.steps=4"]
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
-    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1", config=tmp_path / "exact.py")
-    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2", config=tmp_path / "exact.py")
+    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1", sizes=SOON)
+    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2", sizes=SOON)
     assert texts(several) == texts(one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pipeline", ["sync", "async"])
 def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
-    settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]}
+    settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.mesh.tensor=2"]}
     started = started_run(tmp_path, *SMALL, *settings[pipeline], devices=2)
     started[1].send_signal(signal.SIGTERM)
     assert [process.wait(timeout=120) for process in started] == [143, 143]
@@ -277,11 +199,8 @@ def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pipeline.tensor=4", "pipeline.tensor=4 x pipeline.expert=1: a copy takes pipeline.rollout_devices=1 of 4 "),
-        (
-            "pipeline.rollout_devices=3 pipeline.tensor=2",
-            "pipeline.rollout_devices=3: it must divide by pipeline.tensor=2",
-        ),
+        ("mesh.tensor=2 pipeline.rollout_devices=3", "pipeline.rollout_devices=3: it must divide by mesh.tensor=2"),
+        ("mesh.tensor=3", "pipeline.rollout_devices=1: it must divide by mesh.tensor=3 x mesh.expert=1"),
     ],
 )
 def test_copies_that_no_processes_can_hold_are_refused_in_one_line(override, message, tmp_path):

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"rollout.quantize": "int8", "grpo.correction": "token_truncate"},
     "controller": {"draft.adaptive": True, "draft.length": 5},
     # Of two devices, of which one generates.
-    "async": {"pipeline.mode": "async", "pipeline.rollout_devices": 1, "grpo.correction": "token_truncate"},
+    "async": {"pipeline.schedule": "async", "pipeline.rollout_devices": 1, "grpo.correction": "token_truncate"},
     "lora_8b": {"policy.preset": "qwen3_8b", "policy.lora_rank": 16, "grpo.prompts_per_step": 16},
 }
 SMALL = {"lora_8b": {"policy.preset": "nano_deep", "grpo.prompts_per_step": 4}}

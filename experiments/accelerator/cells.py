@@ -21,8 +21,7 @@ from experiments.hlo.text import read_text
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.state import EngineConfig, Slots
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.eagle3.eagle3_network import eagle3_config
+from specrl_jax.drafts.eagle3 import Eagle3Draft, eagle3_config
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder import DecoderConfig

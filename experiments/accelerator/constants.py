@@ -29,7 +29,7 @@ TARGET = "h200"
 MODEL = FULL.models[0]
 # Sequences of a batch: XLA's tiles of few rows are others than those of many.
 ROWS = 128
-# Heads of both read three layers (drafts.eagle3.eagle3_network.default_aux_layers), none of them the first.
+# Heads of both read three layers (drafts.eagle3.default_aux_layers), none of them the first.
 DEPTHS = (4, 6)
 LIVE = 1024  # tokens of a sequence that there are pages for
 

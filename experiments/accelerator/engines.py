@@ -13,7 +13,7 @@ from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import decoder

@@ -21,7 +21,6 @@ from experiments.grpo_step import rows
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.models.decoder import PRESETS
 from specrl_jax.models.flops import forward_flops, peak_flops
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.inputs import open_inputs
@@ -38,8 +37,6 @@ def learner_changes(sizes: Sizes) -> dict[str, Any]:
         "policy.preset": sizes.preset,
         "policy.dtype": sizes.dtype,
         "policy.compute_dtype": sizes.dtype,
-        # As in the configs of Qwen3.
-        "policy.vocab_tile": PRESETS[sizes.preset].vocab // 16,
         "rollout.max_prompt_tokens": prompt,
         "rollout.max_response_tokens": sizes.learner_tokens - prompt,
         "grpo.prompts_per_step": sizes.learner_prompts,

@@ -21,8 +21,8 @@ from kernels_pallas.verify.op import Draft, Noise
 from specrl_jax.decoding.drafters import Drafter, sample_draft
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.recurrent.recurrent_network import DraftCache
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.head import HeadCache
 from specrl_jax.drafts.weights import Caches, Weights
 
 LOGIT = 40.0  # of the next token
@@ -39,7 +39,7 @@ class OracleDraft(Eagle3Draft):
     def drafter(self, config: DrafterConfig) -> Drafter:
         head = super().drafter(config)
 
-        def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[DraftCache]]:
+        def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[HeadCache]]:
             drafted, cache = head.draft(params, slots, seed, k)
             last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
             right = (last + 1 + jnp.arange(k)[None]) % self.vocab

@@ -9,9 +9,9 @@ from experiments.claims import seeded
 
 # Name in the table -> overrides.
 PIPELINES: dict[str, dict[str, Any]] = {
-    "sync": {"pipeline.mode": "sync"},
-    "lag 1": {"pipeline.mode": "async", "pipeline.lag": 1},
-    "lag 2": {"pipeline.mode": "async", "pipeline.lag": 2},
+    "sync": {"pipeline.schedule": "sync"},
+    "lag 1": {"pipeline.schedule": "async", "pipeline.lag": 1},
+    "lag 2": {"pipeline.schedule": "async", "pipeline.lag": 2},
 }
 SPLIT = {"pipeline.rollout_devices": 2, "mesh.data": 3, "mesh.fsdp": 2, "grpo.correction": "token_truncate"}
 # The rows of a step and of the draft's updates must divide by six devices.

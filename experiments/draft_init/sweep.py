@@ -28,4 +28,4 @@ def paths(name: str) -> dict[str, str]:
 
 def get_sweep() -> list[dict[str, Any]]:
     run = {"task": "benchmark", "draft.length": LENGTHS[-1], "draft.adaptive": True, "benchmark.lengths": LENGTHS}
-    return seeded(run | {"benchmark.rounds": 5, "benchmark.warmup": 3} | paths(name) for name in HEADS)
+    return seeded(run | {"benchmark.rounds": 5} | paths(name) for name in HEADS)

@@ -9,4 +9,4 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 def get_sweep() -> list[dict[str, Any]]:
     run = {"task": "benchmark", "draft.length": LENGTHS[-1], "draft.adaptive": True, "benchmark.lengths": LENGTHS}
-    return seeded([run | {"benchmark.rounds": 5, "benchmark.warmup": 3}])
+    return seeded([run | {"benchmark.rounds": 5}])

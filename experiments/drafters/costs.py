@@ -13,6 +13,8 @@ from experiments import commands
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
+from specrl_jax.config import DraftConfig
+from specrl_jax.config.validate import draft_options
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.models.decoder import PRESETS
 
@@ -21,14 +23,13 @@ FIELDS = ("kind", "batch", "k", "round", "seconds")
 FREE = "none"  # the kind whose drafts cost nothing
 DRAFT_VOCAB = 4000
 LENGTHS = (3, 7)
-SLOTS, LAYERS = {"dspark": 7, "dflash": 8}, 2
 KINDS = (FREE, "eagle3", "mtp", "peagle", "dflash", "dspark")
 
 
 def options_of(kind: str, draft_vocab: int) -> DraftOptions:
     """Return the options of a new draft of the sizes that are compared."""
     vocab = 0 if kind in (FREE, "mtp") else draft_vocab
-    return DraftOptions(kind, vocab_size=vocab, slots=SLOTS.get(kind, 7), layers=LAYERS)
+    return draft_options(DraftConfig(kind=kind, vocab_size=vocab))
 
 
 def main() -> None:

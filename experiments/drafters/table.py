@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.claims import markdown, put_table
 from experiments.drafters.acceptance import DRAFTERS, HEADS, OUTPUT
-from experiments.drafters.costs import FREE, KINDS, LAYERS, SLOTS
+from experiments.drafters.costs import FREE, KINDS, options_of
 from experiments.drafters.costs import OUTPUT as COSTS
 from experiments.drafters.speed import LENGTHS as SPEED_LENGTHS
 from experiments.drafters.speed import OUTPUT as SPEEDS
@@ -79,7 +79,8 @@ def decoder(drafter: str, machine: str) -> DecoderCost:
     if drafter == "self":
         return DecoderCost(model, None, hardware, precision=Precision(twin="int8"))
     kind = HEADS[drafter].kind if drafter in HEADS else ""
-    head = priced_head(kind, model, DRAFT_VOCAB, slots=SLOTS.get(kind, 7), layers=LAYERS) if kind else None
+    new = options_of(kind or FREE, DRAFT_VOCAB)
+    head = priced_head(kind, model, DRAFT_VOCAB, slots=new.slots, layers=new.layers) if kind else None
     return DecoderCost(model, head, hardware)
 
 

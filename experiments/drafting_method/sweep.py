@@ -13,7 +13,7 @@ METHODS: Methods = {"n-gram": {"draft.kind": "ngram"} | COPIES, "EAGLE-3": {"dra
 def sweep_of(methods: Methods) -> list[dict[str, Any]]:
     """Return the runs of these kinds of draft, each beside plain decoding, with every seed."""
     run = {"task": "benchmark", "draft.length": 3, "draft.adaptive": True, "benchmark.lengths": (3,)}
-    return seeded(run | {"benchmark.rounds": 5, "benchmark.warmup": 3} | method for method in methods.values())
+    return seeded(run | {"benchmark.rounds": 5} | method for method in methods.values())
 
 
 def get_sweep() -> list[dict[str, Any]]:

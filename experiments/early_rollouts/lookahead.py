@@ -2,7 +2,7 @@
 
     python -m experiments.early_rollouts.lookahead
 
-One machine that generates and learns by turns (`pipeline.mode=sync`): 128 rollouts a step in 16 slots, of which the
+One machine that generates and learns by turns (`pipeline.schedule=sync`): 128 rollouts a step in 16 slots, of which the
 versions of the policy of one RL run draw one step each. In every round both sides generate steps 1 to 8, each under its
 own weights; `lookahead` verifies the rollouts that the step before began, and begins the next step's. Both draw the
 same tokens but for rounding. Writes lookahead.csv and its table.

@@ -84,7 +84,7 @@ def open_versions(rate: float, seed: int, dtype: str = "float32", folder: str = 
     )
     config.rollout.rule, config.rollout.num_slots, config.policy.dtype = "coupled", 16, dtype
     config.grpo.prompts_per_step = 16  # 128 rollouts a step
-    config.pipeline.weight_update = "exact"
+    config.pipeline.schedule = "exact"
     learner, rollout = build(from_config_dict(config))
     stream = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
     workloads = [step_workload(rollout, next(stream)) for _ in range(STEPS)]

@@ -24,7 +24,6 @@ from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
 from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
@@ -178,10 +177,10 @@ def fc(case: Case, k: int, count: int) -> Timed:
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         pairs, tokens, features, cache = state
-        hidden = eagle3.first_hidden(weights.draft, case.draft.config, features)
+        hidden = case.draft.hidden_states(weights.draft, features, features)
         embedded = weights.policy["embed"][tokens].astype(case.config.dtype)
         place = case.place(pairs[:, :-1])
-        cache = case.draft.write_pairs(
+        _, cache = case.draft.extend(
             weights.draft, hidden[:, :-1], embedded[:, :-1], pairs=place, cache=cache, partition=case.partition
         )
         return depend_on(pairs, hidden, i), depend_on(tokens, hidden, i), depend_on(features, hidden, i), cache

@@ -34,9 +34,9 @@ from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.requests import Requests
 from specrl_jax.decoding.scheduler import FREE, Scheduler
+from specrl_jax.drafts import eagle3
 from specrl_jax.drafts.base import DraftOptions
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.decoder import DecoderConfig

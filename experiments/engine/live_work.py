@@ -1,6 +1,7 @@
 """Rollouts of given lengths, and the engines and libraries that do them in turn: for `live.py` and the accelerator."""
 
 import contextlib
+import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -104,9 +105,8 @@ def engine_config(work: Work, lookup: bool, page_tokens: int) -> EngineConfig:
     c.rollout.num_slots, c.grpo.group_size = work.slots, work.samples
     c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = work.prompt, work.limit
     c.grpo.prompts_per_step = len(work.prompts)
-    if page_tokens:
-        c.rollout.page_tokens = page_tokens
-    return find_limits(from_config_dict(c), 1, lookup)
+    limits = find_limits(from_config_dict(c), 1, lookup)
+    return dataclasses.replace(limits, page_tokens=page_tokens) if page_tokens else limits
 
 
 class Ours:

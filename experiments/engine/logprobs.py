@@ -29,7 +29,7 @@ FIELDS = ("weights", "decoding", "learner", "k", "tokens", *QUANTILES, "kl")
 
 class Dtypes(NamedTuple):
     weights: str  # policy.dtype, the dtype of the rollout weights
-    decoding: str  # rollout.compute_dtype and rollout.cache_dtype
+    decoding: str  # rollout.dtype
     learner: str  # policy.compute_dtype, the dtype of its activations
 
 
@@ -44,7 +44,7 @@ CELLS = [
 def make_case(dtypes: Dtypes, k: int, prompts: int) -> Parts:
     c = rlzero_tiny.get_config()
     c.policy.dtype, c.policy.compute_dtype = dtypes.weights, dtypes.learner
-    c.rollout.compute_dtype = c.rollout.cache_dtype = dtypes.decoding
+    c.rollout.dtype = dtypes.decoding
     c.draft.length, c.eval.problems = k, prompts
     return make_parts(c, bench.one_device())
 

@@ -1,7 +1,7 @@
 """Measure how far a mixture's rollouts and learner are apart with the learner's own experts and with the rollouts'.
 
     python main.py --config configs/pretrain_tiny.py --config.policy.preset=nano_moe --config.steps=300 \
-        --config.pretrain.output=runs/nano_moe --workdir runs/nano_moe_log
+        --config.export.output=runs/nano_moe --workdir runs/nano_moe_log
     python -m experiments.engine.router_replay --policy runs/nano_moe --output experiments/engine/router_replay.csv
 
 The policy answers validation prompts, eight answers each at temperature 1, and drafts three tokens with itself in four
@@ -30,7 +30,7 @@ FIELDS = ("rollout", "learner", "quantize", "seed", "tokens", "differing_experts
 
 
 class Numerics(NamedTuple):
-    rollout: str  # policy.dtype, rollout.compute_dtype and rollout.cache_dtype
+    rollout: str  # policy.dtype and rollout.dtype
     learner: str  # policy.compute_dtype
     quantize: str  # rollout.quantize
 
@@ -47,7 +47,7 @@ CELLS = [
 def make_case(numerics: Numerics, policy: str, prompts: int, preset: str = "nano_moe") -> Parts:
     c = rlzero_tiny.get_config()
     c.policy.path, c.policy.preset, c.policy.router_replay = policy, preset, True
-    c.policy.dtype = c.rollout.compute_dtype = c.rollout.cache_dtype = numerics.rollout
+    c.policy.dtype = c.rollout.dtype = numerics.rollout
     c.policy.compute_dtype, c.rollout.quantize = numerics.learner, numerics.quantize
     c.grpo.correction = "token_truncate"
     c.draft.kind, c.draft.path, c.draft.quantize, c.draft.length = "self", "", "int4", 3

@@ -62,10 +62,9 @@ def build(name: str, preset: str) -> Case:
     c.rollout.num_slots = 16
     c.rollout.max_prompt_tokens = 16
     c.rollout.max_response_tokens = 480
-    c.rollout.prefill_tokens = 16
     c.rollout.rule = "coupled"
     c.environment.name = f"experiments.environments.waiting:{CLASSES[name]}"
-    c.environment.workers = 16
+    c.reward.workers = 16
     c.reward.name = ""
     return open_case(c, (0,), SeveralEnds())
 

@@ -14,7 +14,7 @@ from specrl_jax.errors import InputError
 def extend_count(few: Count, more: Count, times: int) -> Count:
     """Return `few` plus `times` the difference between `more`, of one more layer, and `few`."""
     if [loop.name for loop in few.loops] != [loop.name for loop in more.loops]:
-        raise InputError("dry_run.layers: programs of so few layers differ in their loops; 0 compiles all layers")
+        raise InputError("programs of so few layers differ in their loops")
     loops = zip(few.loops, more.loops, strict=True)
     return Count(
         _number(few.flops, more.flops, times),

@@ -27,7 +27,7 @@ class ProgramCounts:
 
 
 def count_all(plan: Plan, exact: bool) -> Iterator[ProgramCounts]:
-    """Compile and count every program; those that unroll their layers are extrapolated from `dry_run.layers` layers.
+    """Compile and count every program; those that unroll their layers are extrapolated from few layers.
 
     Args:
       exact: they are compiled for the target itself, whose decode loops are counted.
@@ -37,7 +37,7 @@ def count_all(plan: Plan, exact: bool) -> Iterator[ProgramCounts]:
         pages = decode_pages(plan, phase.name) if exact else 0
         if shallow and phase.unrolled:
             few, more = (count_program(find_phases(s)[index], pages) for s in shallow)
-            yield extend(few, more, plan.model.layers - plan.config.dry_run.layers)
+            yield extend(few, more, plan.model.layers - shallow[0].model.layers)
         else:
             yield count_program(phase, pages)
 

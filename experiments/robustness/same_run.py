@@ -60,7 +60,6 @@ OVERRIDES = {
     "draft.learning_rate": 2e-3,
     "draft.compare_rounds": 0,  # the closing comparison is one of seconds
     "rollout.num_slots": 8,  # half of a step's rollouts: slots are refilled
-    "rollout.chunk": 4,
     "eval.every": 2,
     "eval.problems": 8,
     "reward.name": "specrl_checksum:checksum",
@@ -69,11 +68,11 @@ OVERRIDES = {
     "checkpoint.keep": STEPS,
 }
 OF_KIND = {"model": {"draft.preset": "nano"}}
-ASYNC = {"pipeline.mode": "async", "pipeline.lag": 1, "grpo.correction": "token_truncate"}
+ASYNC = {"pipeline.schedule": "async", "pipeline.lag": 1, "grpo.correction": "token_truncate"}
 OF_MODE: dict[str, dict[str, object]] = {
     "async": ASYNC | {"pipeline.rollout_devices": 1},
     "workers": ASYNC | {"pipeline.workers": 1},
-    "exact": {"pipeline.weight_update": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"},
+    "exact": {"pipeline.schedule": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"},
     "quantised": {"rollout.quantize": "int8", "grpo.correction": "token_truncate"},
     "environment": {
         "data.task": "calls",
@@ -83,7 +82,6 @@ OF_MODE: dict[str, dict[str, object]] = {
         "rollout.parity": True,
         "rollout.max_prompt_tokens": 10,
         "rollout.max_response_tokens": 40,
-        "rollout.prefill_tokens": 16,
     },
 }
 

@@ -18,12 +18,17 @@ from experiments.simulator.lengths import LogNormalLengths
 from experiments.simulator.report import report
 from experiments.simulator.rollout import LENGTHS, cumulative_acceptance
 from experiments.simulator.scenario import Points, Scenario, points
+from specrl_jax.config import DraftConfig
+from specrl_jax.config.validate import draft_options
 from specrl_jax.drafts.sizes import ONE_PASS, Head, priced_head
 from specrl_jax.errors import InputError
+from specrl_jax.learner.batch import TILE_BYTES
+from specrl_jax.learner.build import ANCHOR_STRIDE
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.decoder import DecoderConfig, preset
 from specrl_jax.models.flops import BYTES
 from specrl_jax.planning.memory import USABLE
+from specrl_jax.planning.plan import SIZES
 from specrl_jax.rl.objectives import logprob_passes
 
 # Mean response over the limit of RL-Zero: median of the draws of experiments/scale_projection.
@@ -47,8 +52,8 @@ def run(f: flags.FlagValues) -> None:
 
 
 def make_head(model: DecoderConfig, c: ConfigDict) -> Head:
-    d = c.draft
-    return priced_head(d.kind, model, max(0, d.vocab_size), slots=d.slots, layers=d.layers)
+    new = draft_options(DraftConfig(kind=c.draft.kind))
+    return priced_head(new.kind, model, max(0, c.draft.vocab_size), slots=new.slots, layers=new.layers)
 
 
 def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
@@ -74,7 +79,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             lengths=LogNormalLengths(f.mean_tokens or MEAN_SHARE * limit, limit),
             slots=c.rollout.num_slots,
             cache_bytes=c.rollout.cache_gb * GB or ACCELERATOR_SHARE * USABLE * machine.memory_bytes,
-            page=c.rollout.page_tokens,
+            page=SIZES["accelerator"].page,
             scored=logprob_passes(c.grpo.old_logprobs, c.grpo.kl_coef),
             reference=c.grpo.kl_coef > 0,
             epochs=c.grpo.epochs,
@@ -83,8 +88,8 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             microbatch_tokens=max(0, c.grpo.microbatch_tokens),
             remat=c.policy.remat,
             ttt_steps=c.draft.ttt_steps if trained_head else 0,
-            anchor_stride=c.draft.anchor_stride,
-            tiled=c.policy.vocab_tile > 0,
+            anchor_stride=ANCHOR_STRIDE if c.draft.kind in ONE_PASS else 1,
+            tiled=4 * (c.rollout.max_prompt_tokens + limit) * model.vocab > TILE_BYTES,
         ),
         rollout_split=split,
         learner_split=split,
@@ -116,7 +121,7 @@ def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
     if dtype:
         find("rollout_dtype", "dtype", BYTES, name=dtype)
     r, twin = c.rollout, c.draft.quantize if c.draft.kind == TWIN else "none"
-    return Precision(dtype or c.policy.dtype, dtype or r.cache_dtype, r.compute_dtype, quantize=r.quantize, twin=twin)
+    return Precision(dtype or c.policy.dtype, dtype or r.dtype, r.dtype, quantize=r.quantize, twin=twin)
 
 
 def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:

@@ -20,8 +20,8 @@ from experiments.simulator.hardware import Hardware
 from experiments.simulator.heads import Operation, draft_operations, pass_positions
 from experiments.simulator.operations import Work, attention, attention_projections, lm_head, matmul, rank_rows
 from experiments.simulator.programs import MIXTURE_KERNELS
-from specrl_jax.drafts.block.block_network import BlockConfig
-from specrl_jax.drafts.peagle.peagle_network import PEagleConfig
+from specrl_jax.drafts.block import BlockConfig
+from specrl_jax.drafts.peagle import PEagleConfig
 from specrl_jax.drafts.sizes import Head, head_parameters
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array, forward_flops

@@ -200,8 +200,8 @@ class Engine(NamedTuple):
 
 ENGINES = {
     # This project's: drafting, verification and commit are one program for any number of rows. The host does nothing
-    # for a drafted token, and all kernels are in compiled.json. It synchronises after 64 iterations (rollout.chunk of
-    # the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds).
+    # for a drafted token, and all kernels are in compiled.json. It synchronises after 64 iterations (the chunk of
+    # accelerators), for 4.1 ms as fitted to our CPU runs (chunk_seconds).
     "fused": Engine(4.1e-3 / 64, 0.0, 0.0, captured_rows=np.inf, compiled=True),
     # As fitted to public sweeps of vLLM and SGLang by experiments/scale_projection/public.py; launches above its
     # largest captured graph, of 512 rows, as in a trace cited there.

@@ -8,9 +8,9 @@ from experiments.simulator.communication import Parallelism
 from experiments.simulator.counts import Precision
 from experiments.simulator.operations import Work, attention, lm_head, matmul
 from experiments.simulator.programs import Programs
-from specrl_jax.drafts.block.block_network import BlockConfig
-from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
-from specrl_jax.drafts.peagle.peagle_network import PEagleConfig
+from specrl_jax.drafts.block import BlockConfig
+from specrl_jax.drafts.eagle3 import Eagle3Config, eagle3_config
+from specrl_jax.drafts.peagle import PEagleConfig
 from specrl_jax.drafts.sizes import Head
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import Array

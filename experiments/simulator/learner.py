@@ -10,8 +10,8 @@ from experiments.simulator.counts import Precision, twin_bytes, weight_bytes
 from experiments.simulator.hardware import Hardware
 from experiments.simulator.heads import learned_positions
 from experiments.simulator.lengths import ResponseLengths
-from specrl_jax.drafts.block.block_network import BlockConfig
-from specrl_jax.drafts.sizes import Head, head_layers, head_parameters, vocabulary_parameters
+from specrl_jax.drafts.block import BlockConfig
+from specrl_jax.drafts.sizes import Head, head_parameters, vocabulary_parameters
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array, forward_flops, parameters
 
@@ -95,7 +95,7 @@ class LearnerCost:
         # The layers of a block drafter have keys and values of the text besides those of their slots.
         text = 2 * h.layers * h.kv_heads * h.head_dim * h.embed if isinstance(h, BlockConfig) else 0
         weights = fc + text + passed * (head_parameters(h) - fc - tables) + drafted * tables
-        flops = 2 * tokens * weights + passed * 4 * head_layers(h) * h.heads * h.head_dim * keys
+        flops = 2 * tokens * weights + passed * 4 * h.layers * h.heads * h.head_dim * keys
         again = 2 * tokens * (2 * drafted * tables + 3 * h.embed * h.draft_vocab) if w.tiled else 0.0
         return self._compute(flops + again, 2 * flops, devices) / self.hardware.attained.draft_learner
 

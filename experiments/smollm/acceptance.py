@@ -26,7 +26,7 @@ from experiments.smollm.replay import Drafts, Kept, Texts, by_chance, by_lookup,
 from experiments.verdicts import Interval
 from specrl_jax.data.rows import rows_of
 from specrl_jax.decoding.draft_lengths import FixedLength
-from specrl_jax.drafts.base import DraftInputs
+from specrl_jax.drafts.base import DraftInputs, DraftOptions
 from specrl_jax.learner.build import Learner
 from specrl_jax.learner.state import RunState
 
@@ -124,8 +124,9 @@ def replayed(
             yield {"draft": name, "drafts": kind, "k": k} | row_of(texts, kept, siblings)
 
 
-def lookups(texts: Texts, siblings: int, lengths: Sequence[int], config: ConfigDict) -> Iterator[Row]:
-    limits = {"min_match": config.draft.match_min, "max_match": config.draft.match_max}
+def lookups(texts: Texts, siblings: int, lengths: Sequence[int]) -> Iterator[Row]:
+    new = DraftOptions("suffix")
+    limits = {"min_match": new.match_min, "max_match": new.match_max}
     for name, neighbours in LOOKUPS.items():
         drafts = by_lookup(texts, max(lengths), siblings=neighbours or siblings, **limits)
         yield from replayed(texts, {"copied": drafts}, name, siblings, lengths)
@@ -169,7 +170,7 @@ def main() -> None:
     config = answers.held_out(a.policy, a.data, a.questions, 1)
     config.rollout.max_response_tokens = a.new_tokens
     for temperature, texts, siblings in recorded:
-        keep(lookups(texts, siblings, a.lengths, config), temperature)
+        keep(lookups(texts, siblings, a.lengths), temperature)
     for name, folder in (head.split("=", 1) for head in a.heads):
         learner, state = load_head(folder, a.policy, a.data, max(a.lengths))
         for temperature, texts, siblings in recorded:

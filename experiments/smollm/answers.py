@@ -41,15 +41,14 @@ def held_out(policy: str, data: str, questions: int, samples: int) -> ConfigDict
     config.eval.task = "arithmetic"  # nothing is validated
     config.task, config.draft.kind, config.draft.vocab_size = "train", "none", 0
     config.grpo.prompts_per_step, config.grpo.group_size = questions, samples
-    config.rollout.update({"rule": "coupled", "seed": SEED, "order": "given"})
+    config.rollout.update({"rule": "coupled", "seed": SEED})
     return config
 
 
 def set_precision(config: ConfigDict, precision: str, folder: pathlib.Path) -> None:
     """Let the policy generate in a precision; `folder` takes weights that are rounded for it."""
     if precision == "bfloat16":
-        config.policy.dtype = precision
-        config.rollout.update({"cache_dtype": precision, "compute_dtype": precision})
+        config.policy.dtype = config.rollout.dtype = precision
     elif precision == "int4":
         config.policy.path = str(round_weights(pathlib.Path(config.policy.path), folder / "policy_int4"))
     elif precision != "float32":

@@ -9,4 +9,4 @@ RULES, LENGTHS = ("rejection", "block", "coupled"), (3, 7)
 
 def get_sweep() -> list[dict[str, Any]]:
     run = {"task": "benchmark", "draft.length": 7, "draft.adaptive": False, "benchmark.lengths": LENGTHS}
-    return seeded(run | {"benchmark.rounds": 5, "benchmark.warmup": 1, "rollout.rule": rule} for rule in RULES)
+    return seeded(run | {"benchmark.rounds": 5, "rollout.rule": rule} for rule in RULES)

@@ -13,6 +13,7 @@ from specrl_jax.config.data import DataConfig, EvalConfig, RewardConfig
 from specrl_jax.config.environment import EnvironmentConfig
 from specrl_jax.config.learning import GRPOConfig, OptimizerConfig, PipelineConfig, RolloutConfig
 from specrl_jax.config.model import DraftConfig, MeshConfig, PolicyConfig
+from specrl_jax.config.renamed import Section
 from specrl_jax.config.schema import INT32, UINT32, build, key
 from specrl_jax.config.tasks import (
     BenchmarkConfig,
@@ -75,7 +76,7 @@ def base() -> ConfigDict:
       >>> c.grpo.group_size
       8
     """
-    return ConfigDict(dataclasses.asdict(Config())).lock()
+    return Section.of(dataclasses.asdict(Config())).lock()
 
 
 def from_config_dict(c: ConfigDict) -> Config:

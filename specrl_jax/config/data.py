@@ -2,52 +2,48 @@
 
 import dataclasses
 
-from kernels_pallas.verify.limits import MOST_KEPT
-from specrl_jax.config.schema import INT32, LONGEST, key
+from specrl_jax.config.schema import COLDEST, INT32, key
 
 ROOMS = ("recite", "rooms", "other_rooms", "all_rooms")
 BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk", "calls", "guess", *ROOMS)
+
+# The reward `code`, paying the share of the tests that a program passes in place of all or nothing.
+CODE_SHARE = "code_share"
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
     name: str = key(
         "exact",
-        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code or your own "
-        "FILE.py:function or module:function; several are separated by commas, and the first decides what is correct",
+        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code, code_share or your "
+        "own FILE.py:function or module:function; several are separated by commas, the first decides what is correct",
     )
     # With the largest reward of a worker, 1e30, totals are finite in float32.
     weights: tuple[float, ...] = key((), "weight of each reward in their sum; () = 1 each", low=-1e6, high=1e6)
     correct_from: float = key(
         1.0, "first reward from which a response is correct, where the reward does not say", low=-1e30, high=1e30
     )
-    timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0, high=86_400)
-    workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0, high=1024)
-    memory: float = key(4.0, "memory of each reward process", "GiB", above=0, high=65_536)
-    # Of the reward `code`.
-    tests: str = key(
-        "all",
-        "what code pays: all = 1 if a program passes every test of its row, else 0; share = the share that it passes",
-        choices=("all", "share"),
-    )
-    test_seconds: float = key(
-        6.0,
-        "time for each test of a program; at least 1 s less than reward.timeout, which is for all",
+    timeout: float = key(
+        10.0,
+        "time for one response; a reward that takes longer counts 0, a step of an environment ends its rollout so",
         "s",
         above=0,
         high=86_400,
     )
-    test_memory: float = key(1.0, "memory of each process of a program", "GiB", low=0.0625, high=65_536)
-    test_output: float = key(1.0, "most that a program prints in a test", "MiB", above=0, high=1024)
-    test_processes: int = key(32, "most processes and threads of a program and tests", "processes", low=1, high=4096)
-    test_disk: float = key(16.0, "size of a program's /tmp, under bubblewrap", "MiB", above=0, high=65_536)
+    workers: int = key(
+        0,
+        "processes of rewards, and as many of an environment; 0 = one per core, at most 8",
+        "processes",
+        low=0,
+        high=1024,
+    )
+    memory: float = key(4.0, "memory of each reward process", "GiB", above=0, high=65_536)
+    # Of the reward `code`.
     sandbox: str = key(
         "auto",
-        "where code runs programs: bubblewrap, landlock (as root), http (a SandboxFusion server), or auto = the first "
-        "of bubblewrap and landlock that works",
-        choices=("auto", "bubblewrap", "landlock", "http"),
+        "where code runs programs: bubblewrap, landlock (as root), http://HOST:PORT of a SandboxFusion server, or auto "
+        "= the first of bubblewrap and landlock that works",
     )
-    sandbox_url: str = key("", "http://HOST:PORT of the server, for reward.sandbox=http")
     sandbox_python: str = key(
         "",
         "Python of programs, such as a virtual environment's; '' = that of this run without its packages, or "
@@ -56,8 +52,14 @@ class RewardConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the rewards that `name` lists."""
-        return tuple(name.strip() for name in self.name.split(",") if name.strip())
+        """Return the rewards that `name` lists; code_share is `code`, paid otherwise."""
+        names = (name.strip() for name in self.name.split(",") if name.strip())
+        return tuple("code" if name == CODE_SHARE else name for name in names)
+
+    @property
+    def pays_share(self) -> bool:
+        """Return whether a program earns the share of its tests that pass, else 1 for all of them."""
+        return CODE_SHARE in self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +73,10 @@ class DataConfig:
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
     schema: str = key(
         "",
-        "gsm8k, dapo, verl, math, question, apps, livecodebench, mbpp, mbpp_sanitized, humaneval, kodcode, keys (those "
-        "below): for all files, or one each with commas; '' = keys; auto = by the columns of each file's first row",
+        "gsm8k, dapo, verl, math, question, apps, livecodebench, mbpp, mbpp_sanitized, humaneval, kodcode, or two "
+        "columns PROMPT:ANSWER, where a.b reads inside an object: for all files, or one each with commas; '' = "
+        "prompt:answer; auto = by the columns of each file's first row",
     )
-    prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
-    answer_key: str = key("answer", "a row's answer: text or number")
     template: str = key("{prompt}", "text around a prompt that is text")
     chat: str = key(
         "never",
@@ -84,13 +85,11 @@ class DataConfig:
     )
     system: str = key("", "system message for a chat that has none")
     thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
-    skip_malformed: bool = key(False, "leave malformed rows out and count them; False = the first is an error")
-    skip_long: bool = key(False, "leave too long prompts out and count them; False = the first is an error")
-    special_tokens: str = key(
-        "text",
-        "the text of a special token in a row, as <|im_end|>: text = is encoded as other text, and such rows are "
-        "counted; refuse = the row is malformed",
-        choices=("text", "refuse"),
+    skip: tuple[str, ...] = key(
+        (),
+        "rows that are left out and counted: malformed and long ones, else the first is an error, and those that hold "
+        "the text of a special token, as <|im_end|>, else it is encoded as other text",
+        choices=("malformed", "long", "special"),
     )
     tokenizer: str = key("char", "char, or a folder with tokenizer.json; '' = policy.path")
 
@@ -110,11 +109,12 @@ class EvalConfig:
         below=1,
     )
     problems: int = key(256, "most problems of each set", "problems", low=1, high=INT32)
-    samples: int = key(1, "responses per problem", "responses", low=1, high=65_536)
+    samples: int = key(1, "responses per problem, or per prompt of task=generate", "responses", low=1, high=65_536)
     greedy: bool = key(True, "before and after training also the likeliest answer to each problem")
-    temperature: float = key(1.0, "as rollout.temperature, of the answers in evaluations", low=0, high=100)
-    top_k: int = key(0, "as rollout.top_k, of the answers in evaluations", "tokens", low=0, high=MOST_KEPT)
-    top_p: float = key(1.0, "as rollout.top_p, of the answers in evaluations", above=0, high=1)
-    max_response_tokens: int = key(
-        0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0, high=LONGEST
+    temperature: float = key(
+        -1.0,
+        "as rollout.temperature, of the answers in evaluations; -1 = rollout.temperature",
+        low=COLDEST,
+        high=100,
+        also=(-1, 0),
     )

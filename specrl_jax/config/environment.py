@@ -23,20 +23,3 @@ class EnvironmentConfig:
         low=0,
         high=LONGEST,
     )
-    seconds: float = key(
-        10.0,
-        "time for one step; an environment that takes longer ends its rollout with reward 0",
-        "s",
-        above=0,
-        high=86_400,
-    )
-    workers: int = key(
-        0, "environment processes, each busy with one turn; 0 = one per core, at most 8", "processes", low=0, high=1024
-    )
-    template: str = key("[{message}]", "text around what an environment says, where the tokenizer has no chat template")
-    pages: str = key(
-        "copy",
-        "keys and values of a rollout whose slot is needed while it waits for its environment: copied to the host and "
-        "back, or prefilled again",
-        choices=("copy", "prefill"),
-    )

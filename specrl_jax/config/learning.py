@@ -4,14 +4,14 @@ import dataclasses
 
 from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.model import DTYPES
-from specrl_jax.config.schema import INT32, LONGEST, UINT32, key
+from specrl_jax.config.schema import COLDEST, INT32, LONGEST, UINT32, key
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """The keys `rollout.*`: sampling, lengths and slots."""
 
-    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0, high=100)
+    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=COLDEST, high=100, also=(0,))
     top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0, high=MOST_KEPT)
     top_p: float = key(
         1.0,
@@ -27,7 +27,7 @@ class RolloutConfig:
     parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
     max_prompt_tokens: int = key(
         16,
-        "longest prompt; a longer one is refused or left out (data.skip_long); 0 = as the data has it",
+        "longest prompt; a longer one is refused or left out (data.skip); 0 = as the data has it",
         "tokens",
         low=0,
         high=LONGEST,
@@ -45,13 +45,6 @@ class RolloutConfig:
     num_slots: int = key(
         128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
     )
-    order: str = key(
-        "given",
-        "which rollouts start first where they outnumber the slots: as the data has them, or those to prompts whose "
-        "last responses were longest",
-        choices=("given", "longest"),
-    )
-    chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
     cache_gb: float = key(
         0.0,
         "keys and values on a device, in pages that sequences share out among them; 0 = as much as num_slots sequences "
@@ -60,23 +53,8 @@ class RolloutConfig:
         low=0,
         high=100_000,
     )
-    page_tokens: int = key(64, "tokens of a page, a power of two", "tokens", low=1, high=1024)
-    prefill_tokens: int = key(
-        512,
-        "tokens of each prompt that one forward prefills; longer prompts take several",
-        "tokens",
-        low=1,
-        high=LONGEST,
-    )
-    cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
-    compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
-    carry: int = key(
-        0,
-        "most unfinished rollouts that a step leaves and that go on in the next (partial rollouts); 0 = they are "
-        "dropped; needs grpo.oversample",
-        "rollouts",
-        low=0,
-        high=INT32,
+    dtype: str = key(
+        "float32", "storage of keys and values, and activations of decoding between matmuls", choices=DTYPES
     )
     quantize: str = key(
         "none",
@@ -106,24 +84,18 @@ class GRPOConfig:
     clip_dual: float = key(
         3.0,
         "clip and gspo: where the advantage is negative, ratios above it count as it (dual clipping, verl's "
-        "clip_ratio_c); above 1, or 0 = off",
-        low=0,
+        "clip_ratio_c); 0 = off",
+        above=1,
         high=1000,
+        also=(0,),
     )
     kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0, high=1000)
-    kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k2", "k3"))
-    reference_every: int = key(0, "steps until the policy is the new reference; 0 = never", "steps", low=0, high=INT32)
     entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0, high=1000)
     old_logprobs: str = key(
         "learner",
         "old log-probs of the ratio: an extra pass of the learner, the rollouts' own, or the current policy's "
         "(one update per step)",
         choices=("learner", "rollout", "current"),
-    )
-    sampling_mask: str = key(
-        "replay",
-        "under top_k and top_p: old, new and reference log-probs of the tokens that sampling kept, or of all",
-        choices=("replay", "ignore"),
     )
     correction: str = key(
         "none",
@@ -147,16 +119,19 @@ class GRPOConfig:
     oversample: int = key(
         0,
         "prompts that a step begins beyond prompts_per_step; it ends when so many are complete, the others are dropped "
-        "or go on (rollout.carry)",
+        "or go on (pipeline.schedule=partial)",
         "prompts",
         low=0,
         high=65_536,
     )
     mask_truncated: bool = key(False, "exclude responses and conversations that a limit cut from the loss")
     overlong_buffer: int = key(
-        0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0, high=LONGEST
+        0,
+        "DAPO's buffer before the limit, over which length costs a reward of up to 1; 0 = off",
+        "tokens",
+        low=0,
+        high=LONGEST,
     )
-    overlong_penalty: float = key(1.0, "reward lost at the limit", low=0, high=1e6)
 
     @property
     def prompts_at_once(self) -> int:
@@ -171,13 +146,13 @@ class GRPOConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    mode: str = key("sync", "generate, then learn; async = do both at once", choices=("sync", "async"))
-    weight_update: str = key(
-        "none",
-        "what new weights do to rollouts that have begun: none = nothing; exact = verify what earlier weights drew, so "
-        "that every rollout is a sample of the newest policy, and those of later steps may begin early; inflight = "
-        "running rollouts go on with them (async)",
-        choices=("none", "exact", "inflight"),
+    schedule: str = key(
+        "sync",
+        "sync = generate, then learn; async = both at once; inflight = async, and running rollouts take new weights; "
+        "exact = rollouts of later steps begin early and are verified under the newest weights, so that each is a "
+        "sample of the newest policy: beside the learner on pipeline.rollout_devices or pipeline.workers, else in turn "
+        "with it; partial = sync, and what grpo.oversample leaves unfinished goes on in the next step",
+        choices=("sync", "async", "inflight", "exact", "partial"),
     )
     recompute_cache: bool = key(
         False, "inflight: compute keys and values of running rollouts anew under new weights; else they stay"
@@ -185,29 +160,21 @@ class PipelineConfig:
     repeat: str = key("", "inflight: workdir of a run whose weight updates arrive at the same chunks again")
     lag: int = key(
         1,
-        "async: largest age of the policy that drew a rollout; exact: steps whose rollouts begin early",
+        "async, inflight: largest age of the policy that drew a rollout; exact: steps whose rollouts begin early",
         "policy versions",
         low=0,
         high=64,
     )
     rollout_devices: int = key(
         0,
-        "each process's last devices, that only generate; 0 = all devices do both (sync)",
+        "each process's last devices, that only generate; 0 = all devices do both",
         "devices",
         low=0,
         high=65_536,
     )
-    tensor: int = key(
-        1,
-        "shards of heads and widths on pipeline.rollout_devices, of several processes where one has too few",
-        "devices",
-        low=1,
-        high=65_536,
-    )
-    expert: int = key(1, "shards of the experts there", "devices", low=1, high=65_536)
     workers: int = key(
         0,
-        "async: processes that only generate (task=rollout), for which a run waits; more may join; 0 = none",
+        "async, exact: processes that only generate (task=rollout), for which a run waits; more may join; 0 = none",
         "processes",
         low=0,
         high=65_536,
@@ -216,6 +183,12 @@ class PipelineConfig:
         "localhost",
         "name or address of the learner's first machine, by which its other processes and rollout workers reach it",
     )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Return whether rollouts are generated beside the learner."""
+        beside = self.rollout_devices or self.workers
+        return self.schedule in ("async", "inflight") or bool(self.schedule == "exact" and beside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +207,4 @@ class OptimizerConfig:
     b2: float = key(0.999, "decay of the second moment", low=0, below=1)
     decay_steps: int = key(
         0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0, high=INT32
-    )
-    max_skipped: int = key(
-        10, "non-finite updates in a row that end the run; 0 = no limit", "updates", low=0, high=INT32
     )

@@ -39,20 +39,10 @@ class PolicyConfig:
     router_replay: bool = key(
         False, "in a mixture of experts: the learner takes the experts that the rollout's forward chose for each token"
     )
-    vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0, high=INT32)
-    yarn_factor: float = key(
-        0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0, high=1000
-    )
-    yarn_original: int = key(32_768, "length of the pretraining that YaRN extends", "tokens", low=1, high=INT32)
     lora_rank: int = key(
         0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0, high=65_536
     )
     lora_alpha: float = key(32.0, "LoRA scale: W + alpha / rank * A B", above=0, high=1e6)
-    lora_targets: tuple[str, ...] = key(
-        ("q", "k", "v", "o", "gate", "up", "down"),
-        "matrices of each layer that get adapters",
-        choices=("q", "k", "v", "o", "gate", "up", "down"),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +71,8 @@ class DraftConfig:
     )
     budget: int = key(
         0,
-        "drafts verified at once at most, of all sequences: those most likely to be kept; 0 = all that are drafted",
+        "drafts verified at once at most, of all sequences, and at least one a device: those most likely to be kept; "
+        "0 = all that are drafted",
         "tokens",
         low=0,
         high=INT32,
@@ -90,13 +81,6 @@ class DraftConfig:
         True, "choose k from 0, 1, 2, 3, 5, 7 below draft.length and itself by measured cost and acceptance"
     )
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
-    slots: int = key(7, "dspark, dflash: slots of a new drafter's block", "slots", low=2, high=MAX_LENGTH)
-    layers: int = key(2, "peagle, dspark, dflash: layers of a new drafter", "layers", low=1, high=64)
-    anchor_stride: int = key(
-        1, "peagle, dspark, dflash: in an update a draft starts every n tokens", "tokens", low=1, high=1024
-    )
-    match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
-    match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
     cascade: int = key(
         0, "match length from which a copy overrides a draft with weights; 0 = never", "tokens", low=0, high=8
     )
@@ -105,10 +89,6 @@ class DraftConfig:
     epochs: int = key(1, "passes over the features of a policy update", low=1, high=1000)
     minibatches: int = key(1, "draft updates per pass", "updates", low=1, high=65_536)
     update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1, high=INT32)
-    min_coverage: float = key(
-        0.9, "share of tokens that a reduced vocabulary covers, else it is chosen again; 0 = never", low=0, below=1
-    )
-    optimizer: str = key("adamw", "optimizer of the draft, as optimizer.name", choices=("adamw", "muon"))
     learning_rate: float = key(1e-4, "learning rate after the warm-up", low=0, high=1e6)
     warmup: int = key(0, "length of the warm-up", "updates", low=0, high=INT32)
     decay_steps: int = key(
@@ -120,17 +100,14 @@ class DraftConfig:
         "soft cross-entropy, KL (same gradient), total variation, end-to-end TV",
         choices=("ce", "kl", "tv", "e2e_tv"),
     )
-    positions: str = key(
-        "all",
-        "tokens that weigh in the loss: all alike; weighted = those that the policy drew itself where drafts were "
-        "verified, and the next, three times as much; refused = those alone",
-        choices=("all", "weighted", "refused"),
-    )
     replay_updates: int = key(
-        0, "further updates of a step, from the texts of earlier steps; 0 = none", "updates", low=0, high=65_536
+        0,
+        "most further updates of a step, from the texts of earlier ones; an asynchronous learner makes them while it "
+        "waits for rollouts; 0 = none",
+        "updates",
+        low=0,
+        high=65_536,
     )
-    replay_steps: int = key(4, "steps whose texts are kept for further updates", "steps", low=1, high=1024)
-    replay_idle: bool = key(False, "make further updates only while the learner waits for rollouts")
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(
         0,
@@ -140,7 +117,7 @@ class DraftConfig:
         high=INT32,
     )
     compare_rounds: int = key(
-        5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0, high=1000
+        5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=2, high=1000, also=(0,)
     )
 
 
@@ -148,10 +125,10 @@ class DraftConfig:
 class MeshConfig:
     """Sizes of the mesh axes; -1 = the rest of the devices."""
 
-    data: int = key(1, "copies of the weights", "devices", low=-1, high=65_536)
-    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=-1, high=65_536)
-    expert: int = key(1, "shards of the experts", "devices", low=-1, high=65_536)
-    tensor: int = key(1, "shards of heads and widths", "devices", low=-1, high=65_536)
+    data: int = key(1, "copies of the weights", "devices", low=1, high=65_536, also=(-1,))
+    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=1, high=65_536, also=(-1,))
+    expert: int = key(1, "shards of the experts", "devices", low=1, high=65_536, also=(-1,))
+    tensor: int = key(1, "shards of heads and widths", "devices", low=1, high=65_536, also=(-1,))
     sequence: int = key(
-        1, "shards of the learner's rows along their tokens, for long rows", "devices", low=-1, high=65_536
+        1, "shards of the learner's rows along their tokens, for long rows", "devices", low=1, high=65_536, also=(-1,)
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from specrl_jax.config import TASKS, Config
+from specrl_jax.config.renamed import RENAMED
 from specrl_jax.config.schema import NAMES, PLURALS, Key, keys, shown
 
 INTRODUCTION = """# Configuration
@@ -22,6 +23,7 @@ def page() -> str:
     for section, members in _sections():
         lines += [f"\n## {section}\n"]
         lines += [f"- `{key.name}={shown(key.default)}` ({values(key)}): {key.help}" for key in members]
+    lines += ["\n## Keys of version 0.1\n", *(f"- {old}: {now}" for old, now in RENAMED.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -68,10 +68,7 @@ def qwen3_rl() -> ConfigDict:
     c = base()
     c.policy.dtype = "bfloat16"
     c.policy.compute_dtype = "bfloat16"
-    c.policy.vocab_tile = 9_496  # a 16th of the vocabulary
-    c.rollout.cache_dtype = "bfloat16"
-    c.rollout.compute_dtype = "bfloat16"
-    c.rollout.chunk = 64
+    c.rollout.dtype = "bfloat16"
     c.draft.kind = "eagle3"  # draft.path='': a random head, which drafts once the controller finds that it saves time
     c.draft.vocab_size = 32_000
     c.draft.length = 3
@@ -80,7 +77,7 @@ def qwen3_rl() -> ConfigDict:
     c.reward.name = "math"
     c.data.tokenizer = ""
     c.data.chat = "always"
-    c.data.skip_long = True
+    c.data.skip = ("long",)
     return c
 
 
@@ -116,7 +113,6 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.steps = 2
     c.policy.preset = preset
     c.policy.path = ""
-    c.policy.vocab_tile = 64
     c.draft.vocab_size = 32
     c.draft.length = 1  # few programs
     c.draft.compare_rounds = 2
@@ -126,7 +122,6 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.rollout.max_prompt_tokens = 16
     c.rollout.max_response_tokens = 12
     c.rollout.num_slots = 16
-    c.rollout.chunk = 16
     c.grpo.prompts_per_step = 4
     c.grpo.group_size = 4
     c.grpo.minibatches = 2

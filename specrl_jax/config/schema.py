@@ -5,11 +5,14 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 
+from specrl_jax.config.renamed import gone
 from specrl_jax.errors import InputError, Mistakes
 
 T = typing.TypeVar("T")
 # Largest values: of the integers of most arrays, of seeds and ids of rollouts, and of a prompt or response in tokens.
 INT32, UINT32, LONGEST = 2**31 - 1, 2**32 - 1, 2**20
+# Lowest temperature above 0, so that logits divided by it stay finite and accurate.
+COLDEST = 0.01
 # Of the type of a field: its name in an error message, and in one about a list.
 NAMES = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
@@ -30,6 +33,7 @@ class Key:
     above: float | None = None  # the bound itself is excluded
     below: float | None = None  # the bound itself is excluded
     choices: tuple[str, ...] = ()  # () = any text
+    also: tuple[float, ...] = ()  # values beside the range, each with a meaning of its own
 
     def convert(self, value: object) -> object:
         """Return `value` in the key's type. Raise InputError naming the key where its type or value is wrong."""
@@ -49,7 +53,7 @@ class Key:
             return f"needs {(PLURALS if self.is_list else NAMES)[self.type]}"
         if self.choices:
             return "" if value in self.choices else f"it is one of {', '.join(map(shown, self.choices))}"
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or value in self.also:
             return ""
         inside = (
             math.isfinite(value)
@@ -62,13 +66,14 @@ class Key:
 
     def range(self) -> str:
         """Return the bounds in words; "" without any."""
-        if self.low is not None and self.high is not None:
-            return f"{self.low} to {self.high}"
         bounds = (("at least", self.low), ("above", self.above), ("at most", self.high), ("below", self.below))
-        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+        range = " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+        if self.low is not None and self.high is not None:
+            range = f"{self.low} to {self.high}"
+        return " or ".join([", ".join(map(str, self.also)), range]) if self.also else range
 
 
-def key(default: T, help: str, unit: str = "", **limits: float | tuple[str, ...]) -> T:
+def key(default: T, help: str, unit: str = "", **limits: float | tuple[str, ...] | tuple[float, ...]) -> T:
     """Return a dataclass field that declares a key; `limits` are bounds or choices of `Key`."""
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **limits})
 
@@ -101,7 +106,8 @@ def build(section: type[T], values: Mapping[str, typing.Any], prefix: str = "") 
     mistakes, declared = Mistakes(), dict(members(section, prefix))
     for name in sorted(values.keys() ^ declared.keys()):
         with mistakes.check():
-            raise InputError(f"{prefix}{name}: {'there is no such key' if name in values else 'the key is missing'}")
+            unknown = gone(f"{prefix}{name}") or "there is no such key"
+            raise InputError(f"{prefix}{name}: {unknown if name in values else 'the key is missing'}")
     built: dict[str, typing.Any] = {}
     for name, member in declared.items():
         with mistakes.check():

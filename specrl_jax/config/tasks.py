@@ -16,7 +16,6 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
     prompts: tuple[str, ...] = key((), "texts to answer; () = the validation problems")
-    samples: int = key(1, "responses per prompt", "responses", low=1, high=65_536)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +26,15 @@ class PretrainConfig:
     error_rate: float = key(0.6, "chance that a worked solution has a mistake (task=pretrain)", low=0, high=1)
     rollouts: int = key(8192, "task=draft_pretrain: texts whose features are learned from", "texts", low=1, high=INT32)
     answers: str = key(
-        "", "JSONL of texts with data.prompt_key and response, or tokens too; '' = the policy answers the prompts"
+        "", "JSONL of texts with prompt and response, or tokens too; '' = the policy answers the prompts"
     )
     features: str = key("", "folder of the features, reused by a later run; '' = features/ in the workdir")
     patience: int = key(0, "evaluations without a better acceptance that end a run; 0 = all steps", low=0, high=INT32)
-    output: str = key("runs/base", "folder of the finished policy or draft")
-    dtype: str = key("bfloat16", "storage in that folder", choices=DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
     rounds: int = key(5, "measured rounds, each with the rollouts of a step", "rounds", low=2, high=1000)
-    warmup: int = key(2, "rounds before that; after the first the controller measures", "rounds", low=1, high=1000)
     lengths: tuple[int, ...] = key(
         (), "draft lengths up to draft.length; () = the controller's", "tokens", low=0, high=MAX_LENGTH
     )
@@ -46,7 +42,7 @@ class BenchmarkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    output: str = key("", "folder of the exported policy and draft; '' = export/ in the workdir")
+    output: str = key("", "folder of the finished policy or draft, also of pretraining; '' = export/ in the workdir")
     dtype: str = key("bfloat16", "storage in that folder", choices=DTYPES)
     step: int = key(-1, "step of the checkpoint; -1 = the last", "steps", low=-1, high=INT32)
 
@@ -54,7 +50,6 @@ class ExportConfig:
 @dataclasses.dataclass(frozen=True)
 class DryRunConfig:
     devices: int = key(0, "devices to compile for; 0 = as many as the mesh says", "devices", low=0, high=65_536)
-    layers: int = key(0, "layers compiled of unrolled programs, extended to all; 0 = all", "layers", low=0, high=1000)
     target: str = key(
         "gb200",
         "accelerator to compile for, with requirements-aot.txt",

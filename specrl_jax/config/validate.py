@@ -6,23 +6,21 @@ What needs those is checked by `training.plan`, before any array exists.
 import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, DraftConfig, RewardConfig
-from specrl_jax.config.older_weights import check_older_weights
+from specrl_jax.config import Config, DraftConfig
 from specrl_jax.config.requirement import Requirement
+from specrl_jax.config.schedule import check_schedule, check_workers
 from specrl_jax.config.schema import UINT32, build
-from specrl_jax.config.workers import check_workers
 from specrl_jax.data.prompts import PromptFormat, split_paths
 from specrl_jax.data.schemas import schema_names
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
+from specrl_jax.drafts.sizes import NEW_SLOTS
 from specrl_jax.errors import InputError, Mistakes
-from specrl_jax.rewards.code.reward import MARGIN
-from specrl_jax.rewards.sandbox.http import check_url
+from specrl_jax.rewards.sandbox.http import is_url
+from specrl_jax.rewards.sandbox.mechanisms import MECHANISMS
 from specrl_jax.rewards.scorer import check_environment, check_rewards
 from specrl_jax.rewards.worker import CODE
 
-# Lowest temperature above 0, so that logits divided by it stay finite and accurate.
-COLDEST = 0.01
 # Of all stop texts: the search for them has as many states, each two bytes a token of the vocabulary.
 MOST_STOP_BYTES = 128
 
@@ -50,32 +48,16 @@ def has_weights(kind: str) -> bool:
 
 
 def draft_options(draft: DraftConfig) -> DraftOptions:
-    """Return the keys that choose and size a draft."""
-    return DraftOptions(**{field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftOptions)})
+    """Return the keys that choose a draft, with the sizes of a new one."""
+    names = {field.name for field in dataclasses.fields(DraftOptions)} & vars(draft).keys()
+    slots = NEW_SLOTS.get(draft.kind, DraftOptions.slots)
+    return DraftOptions(**{name: getattr(draft, name) for name in names}, slots=slots)
 
 
 def _draft(config: Config, need: Requirement) -> None:
-    d, r, learns = config.draft, config.rollout, has_weights(config.draft.kind) and config.draft.online
-    beside = f"draft.cascade={d.cascade}" if has_weights(d.kind) else f"draft.kind={d.kind}"
-    alone = has_weights(d.kind) and not d.cascade
-    need("draft.argmax", alone or not d.argmax, f"it is for drafts with weights alone, not beside {beside}")
+    d, r = config.draft, config.rollout
+    need("draft.argmax", not (d.argmax and d.cascade), f"draft.cascade={d.cascade} overrides samples; leave False")
     need("draft.budget", not (d.budget and r.parity), "rollout.parity verifies all drafts in one shape; leave 0")
-    within = d.kind != "none" and 0 < r.num_slots * d.length <= d.budget
-    drafts = f"rollout.num_slots={r.num_slots} x draft.length={d.length}"
-    need("draft.budget", not within, f"{drafts} drafts are all within it; leave 0")
-    need("draft.replay_updates", learns or not d.replay_updates, "there is no draft that learns; leave 0")
-    need(
-        "draft.replay_idle",
-        not d.replay_idle or (config.pipeline.mode == "async" and d.replay_updates),
-        "the learner waits for rollouts under pipeline.mode=async alone, and draft.replay_updates bounds the updates",
-    )
-    if config.pipeline.weight_update == "exact" and learns:
-        # In every array what the draft of the synchronous run has.
-        alike = "under pipeline.weight_update=exact a draft learns what it would in a synchronous run, and "
-        by_start = "which tokens were refused drafts depends on when a rollout began; all is needed"
-        need("draft.positions", d.positions == "all", alike + by_start)
-        by_clock = "how many updates there are depends on the clock; False is needed"
-        need("draft.replay_idle", not d.replay_idle, alike + by_clock)
     if d.kind == "auto":
         named = d.path or d.preset or d.dialect or d.cascade
         need("draft.kind", not named, "name the kind beside draft.path, .preset, .dialect, .cascade: auto chooses one")
@@ -89,70 +71,50 @@ def _draft(config: Config, need: Requirement) -> None:
 
 
 def _rewards(config: Config, need: Requirement) -> None:
-    if config.reward.names or not config.environment.name:  # an environment may be all that rewards
-        check_rewards(config.reward.names, config.reward.weights)
-
-
-def _programs(config: Config, need: Requirement) -> None:
     r, e = config.reward, config.eval
+    if r.names or not config.environment.name:  # an environment may be all that rewards
+        check_rewards(r.names, r.weights)
+    served = is_url(r.sandbox)
     need(
-        "reward.sandbox_url",
-        not r.sandbox_url or r.sandbox == "http",
-        f"reward.sandbox={r.sandbox} uses no server; http does",
+        "reward.sandbox",
+        not r.sandbox_python if served else r.sandbox in ("auto", *MECHANISMS),
+        f"it is one of auto, {', '.join(MECHANISMS)}, or http://HOST:PORT of a server without reward.sandbox_python",
     )
-    if CODE not in r.names:
-        return
-    if r.sandbox == "http":
-        fault = check_url(r.sandbox_url)
-        need("reward.sandbox_url", not fault, fault)
-        for name in ("sandbox_python", "test_processes", "test_disk"):
-            default = getattr(RewardConfig, name)
-            reason = f"under reward.sandbox=http it is the server's; leave {default!r}"
-            need(f"reward.{name}", getattr(r, name) == default, reason)
-    longer = f"reward.timeout={r.timeout:g} must be {MARGIN:g} s more, or longer"
-    need("reward.test_seconds", r.test_seconds + MARGIN <= r.timeout, longer)
-    if config.task in ("train", "pretrain", "evaluate"):
-        needed = "reward.name=code needs rows with tests, which the built-in tasks do not have"
-        need("data.path", config.task == "evaluate" or config.data.path, needed)
-        need("eval.path", e.path or (config.data.path and not e.task), needed)
+    learns = config.data.path or config.task not in ("train", "pretrain")
+    rows = learns and (e.path or (config.data.path and not e.task))
+    need(
+        "reward.name",
+        CODE not in r.names or config.task not in ("train", "pretrain", "evaluate") or rows,
+        "code needs rows with tests, which the built-in tasks do not have: data.path, and eval.path or eval.holdout",
+    )
 
 
 def _policy(config: Config, need: Requirement) -> None:
     p = config.policy
     need("policy.preset", p.preset or p.path, "sizes are needed, from policy.preset or from policy.path")
-    need(
-        "policy.yarn_factor", not 0 < p.yarn_factor < 1, "at least 1 is needed, or 0 for the checkpoint's own positions"
-    )
-    if p.lora_rank:
-        need("policy.lora_targets", p.lora_targets, "policy.lora_rank needs at least one matrix to adapt")
-        adapts = config.task in ("train", "export", "dry_run")
-        need("policy.lora_rank", adapts, f"adapters learn in task=train, not in task={config.task}")
-        whole = config.optimizer.name == "muon"
-        need("optimizer.name", not whole, "it is for whole matrices: adapters (policy.lora_rank) take adamw")
+    adapts = config.task in ("train", "export", "dry_run")
+    need("policy.lora_rank", adapts or not p.lora_rank, f"adapters learn in task=train, not in task={config.task}")
+    whole = p.lora_rank and config.optimizer.name == "muon"
+    need("optimizer.name", not whole, "it is for whole matrices: adapters (policy.lora_rank) take adamw")
 
 
 def _sampling(config: Config, need: Requirement) -> None:
-    for section in ("rollout", "eval"):
-        cold = 0 < getattr(config, section).temperature < COLDEST
-        need(f"{section}.temperature", not cold, f"0 (greedy), or {COLDEST} to 100 is needed")
-    texts, tokens = config.rollout.stop, config.rollout.page_tokens
-    need("rollout.stop", "" not in texts, "an empty text would end every response at its first token")
-    size = sum(len(text.encode()) for text in texts)
-    most = f"its texts have {size} bytes together, at most {MOST_STOP_BYTES} are possible"
-    need("rollout.stop", size <= MOST_STOP_BYTES, most)
-    nearest = 1 << (tokens.bit_length() - 1)
-    near = f"a power of two is needed, such as {nearest} or {2 * nearest}"
-    need("rollout.page_tokens", tokens == nearest, near)
+    texts, size = config.rollout.stop, sum(len(text.encode()) for text in config.rollout.stop)
+    need(
+        "rollout.stop",
+        "" not in texts and size <= MOST_STOP_BYTES,
+        f"its texts have {size} bytes together, at most {MOST_STOP_BYTES} are possible; an empty text would end every "
+        "response at its first token",
+    )
 
 
 def _minibatches(config: Config, need: Requirement) -> None:
     """Check how the rollouts of a step are cut into minibatches; of rows there are as many as that takes."""
-    g, draft = config.grpo, config.draft
-    rollouts = g.prompts_per_step * g.group_size
-    need("grpo.minibatches", not rollouts % g.minibatches, f"it must divide the {rollouts} rollouts of a step")
-    rollouts //= g.minibatches
-    divides = not (has_weights(draft.kind) and rollouts % draft.minibatches)
-    need("draft.minibatches", divides, f"it must divide the minibatch of {rollouts} rollouts")
+    g, d = config.grpo, config.draft
+    rollouts, parts = g.prompts_per_step * g.group_size, d.minibatches if has_weights(d.kind) else 1
+    drafts = f"times draft.minibatches={parts} " if parts > 1 else ""
+    divides = not rollouts % (g.minibatches * parts)
+    need("grpo.minibatches", divides, f"{drafts}it must divide the {rollouts} rollouts of a step")
 
 
 def _objective(config: Config, need: Requirement) -> None:
@@ -167,37 +129,8 @@ def _objective(config: Config, need: Requirement) -> None:
         g.correction == "none" or g.old_logprobs != "rollout",
         "it compares the rollouts' log-probs with the learner's: grpo.old_logprobs must be learner or current",
     )
-    need(
-        "rollout.quantize",
-        config.rollout.quantize == "none" or g.correction != "none" or config.task not in ("train", "dry_run"),
-        "another policy than the learner's draws the rollouts; set grpo.correction, for example token_truncate",
-    )
-    need("grpo.clip_dual", not 0 < g.clip_dual <= 1, "above 1 is needed, or 0 for no bound")
-    need("grpo.reference_every", g.kl_coef or not g.reference_every, "grpo.kl_coef=0 has no reference")
     within = not longest or g.overlong_buffer <= longest
     need("grpo.overlong_buffer", within, f"at most rollout.max_response_tokens={longest} is possible")
-
-
-def _environment(config: Config, need: Requirement) -> None:
-    e, longest = config.environment, config.rollout.max_response_tokens
-    if not e.name:
-        return
-    check_environment(e.name)
-    if "{message}" not in e.template:
-        raise InputError(f"environment.template={e.template!r}: needs {{message}} where a message goes")
-    most = f"at most rollout.max_response_tokens={longest}, of all turns together, is possible"
-    need("environment.turn_tokens", not longest or e.turn_tokens <= longest, most)
-    need = Requirement(config, f" beside environment.name={e.name}")
-    need("task", config.task not in ("generate", "benchmark", "draft_pretrain"), "it knows single turns only")
-    exact = config.pipeline.weight_update
-    need("pipeline.weight_update", exact == "none", "its rollouts are single turns; leave none")
-    need("policy.router_replay", not config.policy.router_replay, "experts of single turns are recorded; leave False")
-    need("grpo.oversample", not config.grpo.oversample, "a conversation does not outlive its step; leave 0")
-    need("rollout.order", config.rollout.order == "given", "the lengths of conversations are not kept; leave given")
-    need("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens, "the data does not say; set a number")
-    need("data.chat", config.data.chat == "never", "the environment makes the messages; leave never")
-    compares = config.task == "train" and config.draft.kind != "none" and config.draft.compare_rounds
-    need("draft.compare_rounds", not compares, "it compares single turns; set 0")
 
 
 def _optimizers(config: Config, need: Requirement) -> None:
@@ -206,29 +139,44 @@ def _optimizers(config: Config, need: Requirement) -> None:
         need(f"{section}.decay_steps", ends, f"it must be above {section}.warmup={optimizer.warmup}")
 
 
+def _environment(config: Config, need: Requirement) -> None:
+    if not config.environment.name:
+        return
+    check_environment(config.environment.name)
+    need = Requirement(config, f" beside environment.name={config.environment.name}")
+    single = {
+        "task": config.task not in ("generate", "benchmark", "draft_pretrain"),
+        "pipeline.schedule": config.pipeline.schedule in ("sync", "async"),
+        "pipeline.workers": not config.pipeline.workers,
+        "policy.router_replay": not config.policy.router_replay,
+        "grpo.oversample": not config.grpo.oversample,
+    }
+    for key, holds in single.items():
+        need(key, holds, "it is for rollouts of single turns; leave it out")
+    need("data.chat", config.data.chat == "never", "the environment makes the messages; leave never")
+
+
 def _data(config: Config, need: Requirement) -> None:
-    for section, own in (("data", config.data), ("eval", config.eval)):
+    d = config.data
+    for section, own in (("data", d), ("eval", config.eval)):
         if own.template or section == "data":
             PromptFormat(own.template, key=f"{section}.template")
-        if not own.path:
-            continue
-        files = len(split_paths(own.path, f"{section}.path"))
-        names, key = (own.schema, f"{section}.schema") if own.schema else (config.data.schema, "data.schema")
-        schema_names(names, files, key)
-        if section == "data" and config.data.weights and len(config.data.weights) != files:
-            raise InputError(f"data.weights: {len(config.data.weights)} weights for {files} files")
+        if own.path:
+            names, key = (own.schema, f"{section}.schema") if own.schema else (d.schema, "data.schema")
+            schema_names(names, len(split_paths(own.path, f"{section}.path")), key)
+    files = len(split_paths(d.path, "data.path")) if d.path else 0
+    if d.path and d.weights and len(d.weights) != files:
+        raise InputError(f"data.weights: {len(d.weights)} weights for {files} files")
+    measured = (d.path or config.task not in ("train", "benchmark")) and not config.environment.name
     need(
         "rollout.max_prompt_tokens",
-        config.task not in ("train", "benchmark") or config.data.path or config.rollout.max_prompt_tokens,
-        "it is measured, and the built-in tasks have no end: give data.path, or a number",
+        measured or config.rollout.max_prompt_tokens,
+        "it is measured, and built-in tasks and environments have no end: give a number, or data.path alone",
     )
 
 
 def _mesh(config: Config, need: Requirement) -> None:
-    sizes = vars(config.mesh)
-    for axis, size in sizes.items():
-        need(f"mesh.{axis}", size, "at least 1, or -1 for the rest of the devices is needed")
-    if len(open_axes := [f"mesh.{axis}=-1" for axis, size in sizes.items() if size == -1]) > 1:
+    if len(open_axes := [f"mesh.{axis}=-1" for axis, size in vars(config.mesh).items() if size == -1]) > 1:
         raise InputError(f"{' and '.join(open_axes)}: only one axis can take the rest of the devices")
 
 
@@ -244,36 +192,33 @@ def _train(config: Config, need: Requirement) -> None:
         f"at most {most} steps of {rollouts} rollouts (grpo.sampling_rounds x (grpo.prompts_per_step + "
         "grpo.oversample) x grpo.group_size) have noise of their own",
     )
-    alike = (
-        "all responses to a prompt would be its greedy one, so no reward differs; leave 1.0 for the temperature and 0 "
-        "for top_k (eval.temperature may be 0)"
+    need(
+        "rollout.temperature",
+        r.temperature and r.top_k != 1,
+        f"with rollout.top_k={r.top_k} all responses to a prompt would be its greedy one, so no reward differs; leave "
+        "1.0 for the temperature and 0 for top_k (eval.temperature may be 0)",
     )
-    need("rollout.temperature", r.temperature, alike)
-    need("rollout.top_k", r.top_k != 1, alike)
-    rounds = config.draft.compare_rounds
-    need("draft.compare_rounds", rounds != 1, "0 (none), or 2 to 1000 is needed for an interval")
 
 
 def _pretrain(config: Config, need: Requirement) -> None:
-    makes = "task=pretrain makes a policy: leave none (task=draft_pretrain makes a head)"
-    need("draft.kind", config.draft.kind == "none", makes)
-    need("data.path", not config.data.path, "task=pretrain learns a built-in task: leave ''")
+    for key, holds in (("draft.kind", config.draft.kind == "none"), ("data.path", not config.data.path)):
+        need(key, holds, "task=pretrain makes a policy from a built-in task (task=draft_pretrain a head); leave it out")
 
 
-def _draft_pretrain(config: Config, need: Requirement) -> None:
-    d, kinds = config.draft, " or ".join(name for name, kind in KINDS.items() if kind.has_weights)
-    if not has_weights(d.kind):
-        raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
-    need("draft.length", d.length, "task=draft_pretrain measures acceptance: at least 1 is needed")
-    need("draft.positions", d.positions == "all", "texts of task=draft_pretrain have no refused drafts; leave all")
-
-
-def _benchmark(config: Config, need: Requirement) -> None:
-    draft, lengths = config.draft, config.benchmark.lengths
-    if draft.kind == "none" or draft.length == 0:
-        raise InputError("task=benchmark compares a draft with plain decoding: draft.kind and draft.length are needed")
-    beyond = [k for k in lengths if k > draft.length]
-    need("benchmark.lengths", not beyond, f"each is between 0 and draft.length={draft.length}")
+def _drafts(config: Config, need: Requirement) -> None:
+    """Check the draft of a task that measures what it saves."""
+    d = config.draft
+    kinds = [
+        name for name, kind in KINDS.items() if kind.has_weights or (config.task == "benchmark" and name != "none")
+    ]
+    need(
+        "task",
+        d.length and d.kind in (*kinds, "auto"),
+        f"it needs a draft: set draft.length to 1 or more, and draft.kind to {' or '.join(kinds)}",
+    )
+    lengths = config.benchmark.lengths if config.task == "benchmark" else ()
+    beyond = [k for k in lengths if k > d.length]
+    need("benchmark.lengths", not beyond, f"each is between 0 and draft.length={d.length}")
 
 
 def _dry_run(config: Config, need: Requirement) -> None:
@@ -283,14 +228,14 @@ def _dry_run(config: Config, need: Requirement) -> None:
 
 Check = Callable[[Config, Requirement], None]
 _CHECKS: tuple[Check, ...] = (
-    *(_draft, _rewards, _programs, _environment, _policy, _sampling, _minibatches, _objective),
-    *(check_older_weights, check_workers, _optimizers, _data, _mesh),
+    *(_draft, _rewards, _environment, _policy, _sampling, _minibatches, _objective),
+    *(_optimizers, check_schedule, check_workers, _data, _mesh),
 )
 # What a task needs beside what all of them need.
 _TASKS: dict[str, Check] = {
     "train": _train,
     "pretrain": _pretrain,
-    "draft_pretrain": _draft_pretrain,
-    "benchmark": _benchmark,
+    "draft_pretrain": _drafts,
+    "benchmark": _drafts,
     "dry_run": _dry_run,
 }

@@ -76,6 +76,7 @@ class Counts:
     conflicting: int = 0  # of these, with another answer
     malformed: int = 0
     long: int = 0  # more tokens than max_prompt_tokens
+    control: int = 0  # with the text of a special token, where those are left out
     special: int = 0  # of the kept ones, with the text of a special token
     continued: int = 0  # of the kept ones, conversations that end with an assistant's message
     solved: int = 0  # of the kept ones, conversations in which an assistant states the row's answer
@@ -83,9 +84,10 @@ class Counts:
 
     def line(self, path: str) -> str:
         """Return a one-line summary."""
-        total = self.kept + self.repeated + self.malformed + self.long
+        total = self.kept + self.repeated + self.malformed + self.long + self.control
         out = f"{self.repeated:,} repeated ({self.conflicting:,} with another answer), "
         out += f"{self.malformed:,} malformed, {self.long:,} too long"
+        out += f", {self.control:,} with a special token" if self.control else ""
         counted = {
             "hold the text of a special token, which stays text": self.special,
             "end with an assistant's message, which the policy continues": self.continued,
@@ -112,7 +114,7 @@ class Reader:
       max_prompt_tokens: longest prompt allowed, tokens.
       skip_malformed, skip_long: count and skip such rows; otherwise the first one is an error.
       key: the config key of the files, for messages.
-      special_tokens: "text" counts rows that hold the text of a special token; "refuse" treats them as malformed.
+      skip_special: leave out rows that hold the text of a special token; else it stays text. Both are counted.
       tests_fault: given where answers are tests of programs: they may be lists and objects, and are checked by it.
       most: rows of a file that are read; None: all.
       other_columns: whether a row's other columns are asked for, by a reward or an environment.
@@ -125,7 +127,7 @@ class Reader:
     skip_malformed: bool = False
     skip_long: bool = False
     key: str = "data.path"
-    special_tokens: str = "text"
+    skip_special: bool = False
     tests_fault: TestsFault | None = None
     most: int | None = None
     other_columns: bool = True
@@ -165,7 +167,10 @@ class Reader:
             )
             if not self.other_columns:
                 problem = problem._replace(row={})
-            special = holds_special(row.where, problem.prompt, self.tokenizer, special_tokens=self.special_tokens)
+            special = holds_special(problem.prompt, self.tokenizer)
+            if special and self.skip_special:
+                counts.control += 1
+                return None
             before = answers.get(problem.prompt)
             if before is not None:
                 counts.repeated += 1
@@ -182,7 +187,7 @@ class Reader:
         if length <= self.max_prompt_tokens:
             return counts.keep(problem, special)
         if not self.skip_long:
-            limit = f"rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip_long=True leaves such rows out"
+            limit = f'rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip=("long",) leaves such rows out'
             raise InputError(f"{row.where}: the prompt has {length} tokens{more}, {limit}")
         counts.long += 1
         return None
@@ -250,18 +255,9 @@ def encode_row(where: str, text: str, encode: Callable[[str], list[int]]) -> lis
         raise InputError(f"{where}: {error}") from None
 
 
-def holds_special(where: str, text: str, tokenizer: Tokenizer, *, special_tokens: str) -> bool:
-    """Return whether the content of `text` holds the text of a special token.
-
-    Raises InputError naming the row where data.special_tokens is "refuse".
-    """
-    spans = literal_spans(text, tokenizer.special)
-    if spans and special_tokens == "refuse":
-        start, end = spans[0]
-        raise InputError(
-            f"{where}: holds the special token {text[start:end]!r}; data.special_tokens=text takes it as text"
-        )
-    return bool(spans)
+def holds_special(text: str, tokenizer: Tokenizer) -> bool:
+    """Return whether the content of `text` holds the text of a special token."""
+    return bool(literal_spans(text, tokenizer.special))
 
 
 def _other_columns(content: dict[str, object], schema: Schema) -> dict[str, object]:

@@ -33,8 +33,6 @@ class Rows:
     mask: jax.Array  # [B, T] bool, true where the next token is a response token
     segments: jax.Array | None = None  # [B, T] int32, sequence of a packed row, 0 padding; None: one sequence per row
     kept: KeptTokens | None = None  # None: every token could be sampled
-    # [B, T] bool, targets that the policy drew itself where drafts were verified; None: not told apart from drafts
-    drawn: jax.Array | None = None
     # [B, T, L k], the experts of each token (models/decoder/expert_record.py); None: none
     experts: jax.Array | None = None
 

@@ -1,6 +1,5 @@
 """Schemas of data sets: in which columns prompt and answer are, and how one is named or found."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from specrl_jax.data.files import read_rows
@@ -36,8 +35,8 @@ SCHEMAS = {
     "humaneval": Schema("prompt", "test"),
     "kodcode": Schema("question", "test"),
 }
-# Other names of a schema: found by the columns of a file's first row, and data.prompt_key with data.answer_key.
-AUTO, KEYS = "auto", "keys"
+# Found by the columns of a file's first row; the columns that '' stands for.
+AUTO, PLAIN = "auto", "prompt:answer"
 
 ABSENT = object()  # there is no such value
 
@@ -50,16 +49,21 @@ def value_at(content: object, key: str) -> object:
     return value_at(content[head], rest) if rest and isinstance(content, dict) and head in content else ABSENT
 
 
-def find_schemas(names: str, fallback: Schema, count: int, *, key: str) -> Sequence[Schema]:
-    """Return one schema per file, as `schema_names`; '' and KEYS are `fallback`.
+def find_schemas(names: str, count: int, *, key: str) -> list[Schema]:
+    """Return one schema per file, as `schema_names`.
 
     Raises InputError naming the config's `key`, also where one is still AUTO.
     """
     chosen = schema_names(names, count, key)
     if AUTO in chosen:
         raise InputError(f"{key}={names}: task=train, evaluate, benchmark and draft_pretrain find it; name the schema")
-    schemas = SCHEMAS | {"": fallback, KEYS: fallback}
-    return [schemas[name] for name in chosen]
+    return [schema for schema in map(_schema, chosen) if schema]
+
+
+def _schema(name: str) -> Schema | None:
+    """Return the schema of a name, or of two columns PROMPT:ANSWER; None for anything else."""
+    prompt, _, answer = (name or PLAIN).partition(":")
+    return SCHEMAS.get(name) or (Schema(prompt, answer) if prompt and answer else None)
 
 
 def schema_names(names: str, count: int, key: str) -> list[str]:
@@ -71,17 +75,19 @@ def schema_names(names: str, count: int, key: str) -> list[str]:
     if len(chosen) not in (1, count):
         raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
     for name in chosen:
-        if name not in (*SCHEMAS, "", KEYS, AUTO):
-            raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
+        if name != AUTO and not _schema(name):
+            raise InputError(
+                f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and PROMPT:ANSWER, two columns"
+            )
     return chosen * count if len(chosen) == 1 else chosen
 
 
-def detect_schema(path: str, fallback: Schema, key: str) -> str:
-    """Return the name of the schema whose columns the first row of a path has: KEYS where it has those of `fallback`.
+def detect_schema(path: str, key: str) -> str:
+    """Return the name of the schema whose columns the first row of a path has: PLAIN before all others.
 
     Raises InputError where it has none's, naming the columns, and as `read_rows`.
     """
-    schemas = {KEYS: fallback, **SCHEMAS}
+    schemas = {PLAIN: Schema("prompt", "answer"), **SCHEMAS}
     row = next(read_rows(path, key, {name for schema in schemas.values() for name in schema.columns()}))
     if row.fault:
         raise InputError(f"{row.where}: {row.fault}")
@@ -92,5 +98,5 @@ def detect_schema(path: str, fallback: Schema, key: str) -> str:
     row = next(read_rows(path, key))
     raise InputError(
         f"{row.where}: which columns are prompt and answer? there are {', '.join(row.content)}; say it with "
-        "data.prompt_key and data.answer_key"
+        "data.schema=PROMPT:ANSWER"
     )

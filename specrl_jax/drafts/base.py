@@ -1,12 +1,14 @@
 """The interface between a kind of draft and everything that handles drafts.
 
-A kind is a module or folder beside this file with a function `make(options, target) -> DraftMethod`, and one line in
-`kinds.py`. A kind with weights implements `DraftModel`. `docs/contributing.md` says how to add one.
+A kind is a module beside this file with a function `make(options, target) -> DraftMethod`, and one line in `kinds.py`.
+A kind with weights has a `DraftModel`. `docs/contributing.md` says how to add one.
 """
 
+import abc
 import dataclasses
+import itertools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import flax.struct
 import jax
@@ -17,6 +19,8 @@ from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts.vocab_map import read_vocab_map, vocab_tensors
+from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models.cache import PageShape, Paging
 from specrl_jax.models.decoder import DecoderConfig, Output
 from specrl_jax.models.layers import Specs
@@ -91,24 +95,28 @@ def confidence_logits(params: Params, outputs: jax.Array) -> jax.Array:
     return jnp.einsum("...d,d->...", outputs.astype(jnp.float32), weight[0]) + bias[0]
 
 
-class DraftModel(Protocol[Cache]):
+class DraftModel(abc.ABC, Generic[Cache]):
     """A draft with weights, for the engine, the learner and the checkpoints; `Cache` is its state in the engine.
 
-    Parameters have two layouts: training (float32, named matrices, as `specs`) and inference (cast and fused for
-    decoding, as `inference_specs`).
+    A kind implements what is abstract and overrides what differs from a draft without a cache, on the target's
+    vocabulary, whose folder has the names of `specs`. Parameters have two layouts: training (float32, named matrices,
+    as `specs`) and inference (cast and fused for decoding, as `inference_specs`).
     """
 
     @property
+    @abc.abstractmethod
     def vocab(self) -> int:
         """Return Vd, the entries of the draft's vocabulary."""
 
     @property
     def longest(self) -> int | None:
         """Return the most tokens of a draft; None = as many as are asked for."""
+        return None
 
     @property
     def takes_anchors(self) -> bool:
         """Return whether in training drafts need not start at every token."""
+        return False
 
     @property
     def has_vocab_map(self) -> bool:
@@ -117,36 +125,46 @@ class DraftModel(Protocol[Cache]):
         Every parameter with Vd rows and first axis "vocab" in `specs` has a row for each draft id. Where a run changes
         the ids, rows and their moments move along; new rows of "unembed" are the target's, of other parameters 0.
         """
+        return False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """Return the target's layers whose inputs the draft reads."""
+        return ()
 
     @property
+    @abc.abstractmethod
     def specs(self) -> Specs:
         """Return the training layout."""
 
     @property
     def inference_specs(self) -> Specs:
         """Return the inference layout."""
+        return self.specs
 
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         """Map parameters from the training to the inference layout."""
+        return jax.tree.map(lambda w: w.astype(dtype), params)
 
     def init_cache(self, shape: PageShape) -> Cache:
         """Return an empty cache; axis 0 of every array is the page."""
+        return cast(Cache, ())
 
     def cache_axes(self) -> Cache:
         """Return the logical axes of `init_cache`'s arrays, as tuples in the same tree."""
+        return cast(Cache, ())
 
     def update_cache(
         self, params: Params, cache: Cache, paging: Paging, *, out: Output, partition: Partitioner
     ) -> Cache:
         """Write to the cache what the draft reads of a forward of the target over tokens [B, Q]."""
+        return cache
 
+    @abc.abstractmethod
     def drafter(self, config: DrafterConfig) -> Drafter:
         """Return the engine's functions; their parameters are `Weights`, their cache `Caches`."""
 
+    @abc.abstractmethod
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         """Unroll draft steps from every token of training rows, on ground-truth tokens.
 
@@ -161,12 +179,19 @@ class DraftModel(Protocol[Cache]):
 
         `lm_head` [Vd, D] has the target's rows of the draft's vocabulary.
         """
+        return params
 
     def load(self, folder: str, partition: Partitioner) -> Params:
         """Read float32 parameters in the training layout."""
+        return TensorFolder(folder, "draft.path").load(self.specs, partition, jnp.float32)
 
     def load_vocab_map(self, folder: str, target: DecoderConfig) -> np.ndarray | None:
         """Return the target ids of the draft in `folder`, or of a new one where that is ''."""
+        if not self.has_vocab_map:
+            return None
+        if not folder:
+            return np.arange(self.vocab, dtype=np.int32)
+        return read_vocab_map(TensorFolder(folder, "draft.path"), self.vocab, target.vocab)
 
     def save(
         self,
@@ -184,6 +209,9 @@ class DraftModel(Protocol[Cache]):
           dtype: of the stored tensors, "float32" or "bfloat16".
           target_path: the target's folder, for formats that name it; '' = none.
         """
+        ids = {} if vocab_map is None else vocab_tensors(np.asarray(vocab_map), target.vocab)
+        tensors = itertools.chain(hf_tensors(self.specs, params, dtype), ids.items())
+        save_folder(folder, tensors, {"architectures": [type(self).__name__]})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ Imports no jax: the configuration takes its choices from the table. A kind's mod
 
 import dataclasses
 import importlib
+import operator
 from typing import TYPE_CHECKING
 
 from specrl_jax.errors import InputError
@@ -23,7 +24,9 @@ MAX_MATCH = 8
 class Kind:
     """One kind of draft: a value of `draft.kind`."""
 
-    make: str  # module:function of (DraftOptions, DecoderConfig) -> DraftMethod, which may read headers of draft.path
+    # module:function or module:class.function of (DraftOptions, DecoderConfig) -> DraftMethod; may read headers of
+    # draft.path
+    make: str
     has_weights: bool = False  # False: draft.path must be ''
     formats: tuple[str, ...] = ()  # values of draft.dialect, the default first
     twin: bool = False  # drafts with the policy's own weights in fewer bits, draft.quantize
@@ -33,16 +36,12 @@ class Kind:
 KINDS = {
     "none": Kind("specrl_jax.drafts.lookup.lookup_draft:make_none"),
     "eagle3": Kind(
-        "specrl_jax.drafts.eagle3.eagle3_draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")
+        "specrl_jax.drafts.eagle3:Eagle3Draft.make", has_weights=True, formats=("sglang", "vllm", "speculators")
     ),
-    "peagle": Kind("specrl_jax.drafts.peagle.peagle_draft:make", has_weights=True, formats=("speculators", "vllm")),
-    "mtp": Kind("specrl_jax.drafts.mtp.mtp_draft:make", has_weights=True, formats=("deepseek", "mimo")),
-    "dspark": Kind(
-        "specrl_jax.drafts.block.block_draft:make_dspark", has_weights=True, formats=("deepspec", "speculators")
-    ),
-    "dflash": Kind(
-        "specrl_jax.drafts.block.block_draft:make_dflash", has_weights=True, formats=("zlab", "speculators")
-    ),
+    "peagle": Kind("specrl_jax.drafts.peagle:PEagleDraft.make", has_weights=True, formats=("speculators", "vllm")),
+    "mtp": Kind("specrl_jax.drafts.mtp:MTPDraft.make", has_weights=True, formats=("deepseek", "mimo")),
+    "dspark": Kind("specrl_jax.drafts.block:BlockDraft.make", has_weights=True, formats=("deepspec", "speculators")),
+    "dflash": Kind("specrl_jax.drafts.block:BlockDraft.make", has_weights=True, formats=("zlab", "speculators")),
     "model": Kind("specrl_jax.drafts.small_model:make", has_weights=True, own_sizes=True),
     "self": Kind("specrl_jax.drafts.twin:make", twin=True),
     "ngram": Kind("specrl_jax.drafts.lookup.lookup_draft:make_ngram"),
@@ -64,19 +63,14 @@ def check_options(options: "DraftOptions") -> None:
     if options.dialect and options.dialect not in kind.formats:
         allowed = f"there are {', '.join(kind.formats)}" if kind.formats else "leave ''"
         raise InputError(f"draft.dialect: no dialect '{options.dialect}' of draft.kind={name}; {allowed}")
-    if not kind.has_weights and options.path:
-        raise InputError(f"draft.path={options.path}: draft.kind={name} has no weights to load; leave ''")
-    if kind.own_sizes and not (options.path or options.preset):
-        raise InputError(f"draft.kind={name}: draft.path, a folder of a smaller model, or draft.preset is needed")
-    if options.preset and (options.path or not kind.own_sizes):
-        raise InputError(f"draft.preset={options.preset}: it sizes a draft.kind=model without draft.path; leave ''")
-    if not kind.has_weights and options.cascade:
-        raise InputError(f"draft.cascade={options.cascade} overrides a draft with weights; draft.kind={name} has none")
-    if options.match_max > MAX_MATCH:
-        raise InputError(f"draft.match_max={options.match_max}: at most {MAX_MATCH} tokens are compared")
-    key, length = ("cascade", options.cascade) if kind.has_weights else ("match_min", options.match_min)
-    if not 1 <= length <= options.match_max and not (kind.has_weights and length == 0):
-        raise InputError(f"draft.{key}={length}: 1 to draft.match_max={options.match_max} tokens")
+    if not kind.has_weights and (options.path or options.cascade):
+        given = f"draft.path={options.path}" if options.path else f"draft.cascade={options.cascade}"
+        raise InputError(f"{given}: draft.kind={name} has no weights, to load or to override; leave it out")
+    if bool(options.preset) != (kind.own_sizes and not options.path):
+        raise InputError(
+            f"draft.preset={options.preset!r}: it sizes a draft.kind=model without draft.path, which needs it, and no "
+            f"other; this is draft.kind={name}, draft.path={options.path!r}"
+        )
 
 
 def make_method(options: "DraftOptions", target: "DecoderConfig") -> "DraftMethod":
@@ -97,4 +91,4 @@ def make_method(options: "DraftOptions", target: "DecoderConfig") -> "DraftMetho
 
 def _find(path: str) -> "Callable[..., DraftMethod]":
     module, function = path.split(":")
-    return getattr(importlib.import_module(module), function)
+    return operator.attrgetter(function)(importlib.import_module(module))

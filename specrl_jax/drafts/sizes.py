@@ -1,10 +1,12 @@
 """Sizes of drafts with weights, by which memory and time are estimated before a draft is made."""
 
-from specrl_jax.drafts.block.block_network import BlockConfig, block_config
-from specrl_jax.drafts.eagle3.eagle3_network import Eagle3Config, eagle3_config
-from specrl_jax.drafts.peagle.peagle_network import PEagleConfig, peagle_config
+from specrl_jax.drafts.block import BlockConfig, block_config
+from specrl_jax.drafts.eagle3 import Eagle3Config, eagle3_config
+from specrl_jax.drafts.peagle import PEagleConfig, peagle_config
 from specrl_jax.models.decoder import DecoderConfig
 
+# Slots of a new drafter's block, as of the published ones: both draft seven tokens.
+NEW_SLOTS = {"dspark": 7, "dflash": 8}
 Head = Eagle3Config | PEagleConfig | BlockConfig
 ONE_PASS = ("peagle", "dspark", "dflash")  # kinds that are priced as what they are, others as an EAGLE-3 head
 
@@ -25,20 +27,12 @@ def priced_head(kind: str, model: DecoderConfig, draft_vocab: int, *, slots: int
 
 def head_parameters(h: Head) -> int:
     """Count the weights in the matmuls of a head's drafts, `fc` included, without norms."""
-    if isinstance(h, BlockConfig):
-        per_layer = (2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp
-        return h.embed * (h.layers * per_layer + len(h.aux_layers) * h.embed) + vocabulary_parameters(h)
-    per_layer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
-    if isinstance(h, PEagleConfig):
-        per_layer += (h.layers - 1) * ((2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp)
-    return h.embed * (per_layer + len(h.aux_layers) * h.embed) + vocabulary_parameters(h)
+    layers = h.layers * ((2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp)
+    if not isinstance(h, BlockConfig):  # q, k and v of the first layer read an embedding too
+        layers += (h.heads + 2 * h.kv_heads) * h.head_dim
+    return h.embed * (layers + len(h.aux_layers) * h.embed) + vocabulary_parameters(h)
 
 
 def vocabulary_parameters(h: Head) -> int:
     """Count the weights of a head's lm_head, and of what the Markov head adds to its logits."""
     return h.draft_vocab * (h.embed + (h.markov_rank if isinstance(h, BlockConfig) else 0))
-
-
-def head_layers(h: Head) -> int:
-    """Return the layers of a head, each with keys and values of its own."""
-    return h.layers if isinstance(h, BlockConfig | PEagleConfig) else 1

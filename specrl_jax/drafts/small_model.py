@@ -10,13 +10,13 @@ from specrl_jax.core import Params, shift_left, stand_in
 from specrl_jax.decoding.drafters import CommittedTokens, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftModel, DraftOptions, VocabMap
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
-from specrl_jax.models.decoder import DecoderConfig, Output
+from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import Specs
 from specrl_jax.sharding import Partitioner
 
@@ -35,15 +35,10 @@ def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallModelDraft:
-    """Implement `DraftModel` for a smaller policy."""
+class SmallModelDraft(DraftModel[kv.KVCache]):
+    """Implement `DraftModel` for a smaller policy; it takes nothing from the target, whose widths are others."""
 
     config: DecoderConfig
-
-    aux_layers = ()
-    has_vocab_map = False
-    longest = None
-    takes_anchors = False
 
     @property
     def vocab(self) -> int:
@@ -66,11 +61,6 @@ class SmallModelDraft:
     def cache_axes(self) -> kv.KVCache:
         return (stand_in(kv.PAGE_AXES),) * self.config.layers
 
-    def update_cache(
-        self, params: Params, cache: kv.KVCache, paging: kv.Paging, *, out: Output, partition: Partitioner
-    ) -> kv.KVCache:
-        return cache
-
     def drafter(self, config: DrafterConfig) -> Drafter:
         return small_model_drafter(self.config, config)
 
@@ -82,15 +72,8 @@ class SmallModelDraft:
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(inputs.steps)])
         return outputs, decoder.lm_head_weight(params, self.config)
 
-    def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
-        """Return the parameters unchanged: their widths are not the target's."""
-        return params
-
     def load(self, folder: str, partition: Partitioner) -> Params:
         return hf.load_params(folder, self.config, partition, dtype=jnp.float32, key="draft.path")
-
-    def load_vocab_map(self, folder: str, target: DecoderConfig) -> None:
-        return None
 
     def save(
         self,

@@ -77,7 +77,7 @@ def _fewer_pages(memory: PhaseMemory, target: HardwareTarget, config: Config) ->
     """Suggest the most pages that fit beside everything else."""
     cache = memory.by_kind()[CACHE]
     free = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
-    narrower = ", or rollout.cache_dtype=bfloat16" if config.rollout.cache_dtype == "float32" else ""
+    narrower = ", or rollout.dtype=bfloat16" if config.rollout.dtype == "float32" else ""
     if free <= 0:
         return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
     return f"rollout.cache_gb={math.floor(free / 1e7) / 100:g} instead of {cache / 1e9:.2f} GB{narrower}"
@@ -90,8 +90,6 @@ def _fewer_temporaries(config: Config, num_shards: int) -> str:
         return "policy.remat=full"
     if not tokens or tokens > least:
         return f"grpo.microbatch_tokens={least}: one row for each of the {num_shards} parts of a batch"
-    if not config.policy.vocab_tile:
-        return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
     return f"shorter rows (rollout.max_response_tokens={config.rollout.max_response_tokens}) or a larger mesh.tensor"
 
 

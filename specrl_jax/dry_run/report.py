@@ -38,7 +38,7 @@ class Report:
         for m in self.measured:
             print(f"{m.name:<36}" + (memory_row(m.memory, m.extended) if m.memory else f"  refused: {m.refused}"))
         if any(m.extended for m in self.measured):
-            print("~ an estimate: of few layers, extended to all of them (dry_run.layers); the rest is exact")
+            print("~ an estimate: of few layers, extended to all of them ; the rest is exact")
         print("\n" + "\n".join(page_rows(self.pages)))
         print(f"\n{self.verdict()}\n{self.seconds:.0f} s")
 

@@ -25,6 +25,9 @@ from specrl_jax.rollout.build import find_tokenizer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.inputs import with_sizes
 
+# Of more layers than DEEP, COMPILED are compiled, and one more; what they take is extended to all.
+DEEP, COMPILED = 32, 8
+
 
 class TargetPlan(NamedTuple):
     """The config that a target would run, and the devices that it is compiled for."""
@@ -89,8 +92,9 @@ def plan_for(config: Config) -> TargetPlan:
 
 
 def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
-    """Compile every phase; extrapolate those that unroll their layers from `dry_run.layers` layers."""
-    shallow, times = shallow_plans(plan), plan.model.layers - plan.config.dry_run.layers
+    """Compile every phase; extrapolate those that unroll their layers from COMPILED layers."""
+    shallow = shallow_plans(plan)
+    times = plan.model.layers - shallow[0].model.layers if shallow else 0
     measured = []
     for index, phase in enumerate(find_phases(plan)):
         if shallow and phase.unrolled:
@@ -103,9 +107,8 @@ def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
 
 
 def shallow_plans(plan: Plan) -> list[Plan]:
-    """Return the runs of `dry_run.layers` layers and of one more; none where all layers are compiled."""
-    layers = plan.config.dry_run.layers
-    return [with_layers(plan, layers + i) for i in (0, 1)] if 0 < layers < plan.model.layers - 1 else []
+    """Return the runs of COMPILED layers and of one more; none where all layers are compiled."""
+    return [with_layers(plan, COMPILED + i) for i in (0, 1)] if plan.model.layers > DEEP else []
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:

@@ -12,12 +12,11 @@ from specrl_jax.errors import InputError
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # the status of XLA's allocators
 _LEARNER = (
     "grpo.microbatch_tokens",
-    "fewer take less, as do policy.vocab_tile, policy.remat=full, more grpo.minibatches, and a policy.attention other "
-    "than xla",
+    "fewer take less, as do policy.remat=full, more grpo.minibatches, and a policy.attention other than xla",
 )
 _ROLLOUTS = (
     "rollout.cache_gb, rollout.num_slots",
-    "fewer take less, as do rollout.cache_dtype=bfloat16, policy.dtype=bfloat16 and a larger mesh.tensor",
+    "fewer take less, as do rollout.dtype=bfloat16, policy.dtype=bfloat16 and a larger mesh.tensor",
 )
 # By phase: the key that helps first, and what else does.
 WAYS_OUT = {"logprob": _LEARNER, "train": _LEARNER, "features": _LEARNER}

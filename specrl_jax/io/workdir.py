@@ -140,6 +140,8 @@ def _differs(path: str, config: Mapping[str, object]) -> str:
 def _difference(before: Mapping[str, object], now: Mapping[str, object], fixed: Collection[str] = ()) -> str:
     """Return the first key that differs and may not change or is one of `fixed`, and its values; "" for none."""
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
+    if others := sorted(old.keys() - new.keys()):
+        return f"keys of another version, as {others[0]}"
     for key in sorted(old.keys() | new.keys()):
         if (key in fixed or not may_change(key)) and old.get(key) != new.get(key):
             return f"{key}={old.get(key)!r}, not {new.get(key)!r}"

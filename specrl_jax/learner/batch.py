@@ -31,6 +31,8 @@ MICROBATCHES, LEAST_TOKENS = 32, 1024
 # Room for the sampling masks of a row, ids a token: all that a top-k up to EXACT can keep; else IDS, since what top-p
 # cuts usually leaves a few.
 EXACT, IDS = 32, 8
+# Of the float32 logits that exist at once on a device.
+TILE_BYTES = 2**26
 
 
 class TrainingBatch(NamedTuple):
@@ -108,6 +110,15 @@ class Packing(NamedTuple):
             shared = max(1, min(shared, wanted, self.microbatch_tokens // tokens // self.num_shards))
         return self.num_shards * shared
 
+    def vocab_tile(self, vocab: int, shards: int = 1) -> int:
+        """Return the vocabulary entries that are unembedded at once, on all devices; 0: all.
+
+        Of `vocab` entries over `shards` devices: the float32 logits of a microbatch take TILE_BYTES a device, at most.
+        """
+        tokens = max(math.prod(shape) for shape in self.shapes) // (self.num_shards * self.sequence_shards)
+        tiles = power_of_two(math.ceil(4 * tokens * vocab / shards / TILE_BYTES))
+        return -(-vocab // tiles) if tiles > 1 else 0
+
     def rows(self, needed: int, tokens: int) -> int:
         """Return the rows of a part that needs `needed` of `tokens`: full microbatches."""
         size = self.microbatch(tokens)
@@ -135,19 +146,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def learner_batch(
-    batch: TrainingBatch, pad_id: int, packing: Packing | None = None, *, drawn: bool = False
-) -> LearnerBatch:
-    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest.
-
-    `drawn`: the rows say which tokens the policy drew itself.
-    """
+def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = None) -> LearnerBatch:
+    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest."""
     r = batch.rollouts
     rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in batch[1:])]
-    if drawn:
-        drew = np.pad(r.draft_positions[:, 1 : r.length.max()] == 0, ((0, 0), (0, 1)))
-        by_token.append(drew & np.asarray(rows.mask))
     places = pack_parts(r.length, packing) if packing else None
     if places:
         rows = packed_rows(rows, places, r.length, pad_id=pad_id)
@@ -156,8 +159,6 @@ def learner_batch(
         rows = dataclasses.replace(rows, kept=_kept_tokens(r, places, packing.ids if packing else 1))
     if "experts" in r.features and len(r.features["experts"].values):
         rows = dataclasses.replace(rows, experts=_experts(r.features["experts"], places, rows.tokens.shape))
-    if drawn:
-        rows = dataclasses.replace(rows, drawn=stand_in(by_token.pop()))
     return LearnerBatch(rows, *by_token)
 
 

@@ -43,6 +43,9 @@ from specrl_jax.rl.objectives import Objective
 
 # Tasks whose learner has batches of texts, whose rows have lengths of their own.
 OF_TEXTS = ("pretrain", "draft_pretrain")
+# In an update a drafter of one pass starts a draft every so many tokens, another one each time: one from every token
+# would be ttt_steps slots for each.
+ANCHOR_STRIDE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +68,6 @@ class Learner:
     draft_step: DraftStep | None  # None, as the next: no draft with weights
     predict_step: PredictStep | None
 
-    @property
-    def tells_drawn(self) -> bool:
-        """Return whether rows say which tokens the policy drew itself: the draft's loss weighs them."""
-        return self.draft_forward is not None and self.draft_forward.positions != "all"
-
     def merged(self, policy: TrainState) -> Params:
         """Return the parameters that the policy's forward runs on, adapters merged in."""
         return self.forward.merge(policy.params, policy.frozen)
@@ -88,15 +86,15 @@ def make_learner(plan: Plan) -> Learner:
     values = {name: getattr(config.grpo, name) for name in names}
     objective = Objective(**values, longest=config.rollout.max_response_tokens)
     optimizer = make_optimizer(config.optimizer)
-    draft_optimizer = make_optimizer(_draft_optimizer(config.draft))
-    forward = _policy_forward(plan)
+    draft_optimizer = make_optimizer(_draft_optimizer(config.optimizer.name, config.draft))
+    packing = make_packing(plan)
+    forward = _policy_forward(plan, packing)
     draft_forward = _draft_forward(plan, forward)
     # A draft that is trained in some steps is evaluated on all rows in the others.
     one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
     draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
     predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
     policy_step = make_policy_step(forward, objective, optimizer, partition=partition)
-    packing = make_packing(plan)
     programs = Programs(() if config.task in OF_TEXTS else packing.shapes)
     announced, update = programs.announced, programs.announced_update
     return Learner(
@@ -121,18 +119,18 @@ def make_learner(plan: Plan) -> Learner:
     )
 
 
-def _policy_forward(plan: Plan) -> PolicyForward:
+def _policy_forward(plan: Plan, packing: Packing) -> PolicyForward:
     policy, draft = plan.config.policy, plan.draft
     dtype = jnp.dtype(policy.compute_dtype)
     return PolicyForward(
         model=plan.model,
         dtype=dtype,
         remat=policy.remat,
-        vocab_tile=policy.vocab_tile,
+        vocab_tile=packing.vocab_tile(plan.model.vocab, plan.learner_partition.num_shards("vocab")),
         temperature=plan.config.rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
-        lora=LoRA(policy.lora_rank, policy.lora_alpha, tuple(policy.lora_targets)) if policy.lora_rank else None,
+        lora=LoRA(policy.lora_rank, policy.lora_alpha) if policy.lora_rank else None,
         attention=find_attention(policy.attention, plan.model.head_dim, dtype, partition=plan.learner_partition),
     )
 
@@ -146,16 +144,15 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         dtype=forward.dtype,
         loss=plan.config.draft.loss,
         ttt_steps=plan.config.draft.ttt_steps,
-        positions=plan.config.draft.positions,
-        anchor_stride=plan.config.draft.anchor_stride,
+        anchor_stride=ANCHOR_STRIDE if plan.draft.takes_anchors else 1,
         vocab_tile=forward.vocab_tile,
         temperature=forward.temperature,
     )
 
 
-def _draft_optimizer(draft: DraftConfig) -> OptimizerConfig:
+def _draft_optimizer(name: str, draft: DraftConfig) -> OptimizerConfig:
     return OptimizerConfig(
-        name=draft.optimizer,
+        name=name,
         learning_rate=draft.learning_rate,
         warmup=draft.warmup,
         clip=draft.clip,

@@ -28,7 +28,6 @@ from specrl_jax.rl.draft_losses import (
     confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
-    pair_weights,
     step_losses,
     step_means,
     step_weights,
@@ -52,7 +51,6 @@ class DraftForward:
     ttt_steps: int  # draft steps unrolled
     vocab_tile: int  # entries of the draft vocabulary unembedded at once; 0 = all
     temperature: float  # the rollouts'
-    positions: str = "all"  # one of draft_losses.POSITIONS
     anchor_stride: int = 1  # in an update a draft starts every n tokens
 
 
@@ -156,7 +154,7 @@ def make_draft_step(
         features: Features,
         rows: Rows,
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
-        anchors, pairs, weighted = _weighted_pairs(forward, state, rows)
+        anchors, pairs = _pairs(forward, state, rows)
         outputs, terms = _terms(
             forward, partition, params, tables=tables, features=features, rows=rows, anchors=anchors
         )
@@ -164,12 +162,12 @@ def make_draft_step(
         if "confidence" in params:
             # The head reads what the draft computes, and does not shape it.
             losses += confidence_loss(confidence_logits(params, jax.lax.stop_gradient(outputs)), terms)
-        loss = step_means(losses, weighted)
+        loss = step_means(losses, pairs.astype(jnp.float32))
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
     def count(state: TrainState, rows: Rows) -> jax.Array:
-        return _weighted_pairs(forward, state, rows)[2].sum(axis=(1, 2))
+        return _pairs(forward, state, rows)[1].astype(jnp.float32).sum(axis=(1, 2))
 
     def gradient(
         state: TrainState, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
@@ -200,13 +198,10 @@ def make_draft_step(
     )
 
 
-def _weighted_pairs(
-    forward: DraftForward, state: TrainState, rows: Rows
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Return (anchors, pairs, their weights in the loss)."""
+def _pairs(forward: DraftForward, state: TrainState, rows: Rows) -> tuple[jax.Array | None, jax.Array]:
+    """Return (anchors, the mask [steps, B, A] of the pairs that learn)."""
     anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
-    pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors=anchors)
-    return anchors, pairs, pair_weights(pairs, rows.drawn, forward.positions, anchors=anchors)
+    return anchors, draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors=anchors)
 
 
 def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_predicted: int = 1) -> PredictStep:

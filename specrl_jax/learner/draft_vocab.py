@@ -15,6 +15,8 @@ from specrl_jax.models.layers import ParamSpec
 
 # Decay of the counts per step: some 50 steps decide.
 DECAY = 0.98
+# Coverage below which the ids are chosen again.
+LEAST_COVERAGE = 0.9
 # Coverage that other ids must add: a change lets the rows of new ids begin anew, with moments of zero.
 ADDED = 0.01
 
@@ -40,7 +42,7 @@ class DraftVocabulary:
     Args:
       draft: of the run, on a reduced vocabulary.
       model: the policy's sizes.
-      min_coverage: coverage below which the ids are chosen again; 0 = never.
+      least: coverage below which the ids are chosen again; 0 = never.
       new: the draft began without a folder, over the first ids. As long as it has these, they are chosen whatever they
         cover.
 
@@ -48,9 +50,11 @@ class DraftVocabulary:
       counts: [V] float64, decayed counts of each id in the responses so far; saved in checkpoints.
     """
 
-    def __init__(self, draft: DraftModel, model: decoder.DecoderConfig, min_coverage: float, *, new: bool) -> None:
+    def __init__(
+        self, draft: DraftModel, model: decoder.DecoderConfig, least: float = LEAST_COVERAGE, *, new: bool
+    ) -> None:
         self.counts = np.zeros(model.vocab)
-        self._draft, self._model, self._min_coverage, self._new = draft, model, min_coverage, new
+        self._draft, self._model, self._least, self._new = draft, model, least, new
 
     def observe(self, rollouts: Rollouts, state: RunState) -> tuple[RunState, dict[str, float]]:
         """Count one step's responses; return (state, metrics), the draft moved to other ids where due."""
@@ -59,7 +63,7 @@ class DraftVocabulary:
         found = coverage(self.counts, ids)
         # The ids themselves tell: a draft that begins anew during a run has the first ones again.
         unchosen = self._new and np.array_equal(ids, np.arange(len(ids)))
-        if unchosen or found < self._min_coverage:
+        if unchosen or found < self._least:
             chosen = most_frequent(self.counts, len(ids))
             if coverage(self.counts, chosen) > found + (0 if unchosen else ADDED):
                 state = change_vocabulary(state, chosen, self._draft, model=self._model)

@@ -4,7 +4,8 @@ The texts are kept on the host, not their features: a forward pass of the curren
 learns what the policy would say now of texts that it wrote some steps ago, and a checkpoint keeps a few integers a
 token. Further updates take turns over kept steps and their minibatches by a generator that the step seeds.
 
-Under `draft.replay_idle` they fill the time in which the learner waits for rollouts, and end with it.
+Where the learner waits for rollouts they fill that time, and end with it: under pipeline.schedule=async or inflight,
+not in an exact run, whose bits must not follow the clock.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.serialize import Packed, unpack
 
+STEPS_KEPT = 4  # whose texts are learned from again
 REPLAY = "replay"  # name of the texts among a checkpoint's values, and the beginning of the names of their arrays
 
 
@@ -33,10 +35,11 @@ class Replay:
     def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
         """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
+        self.idle = learner.plan.config.pipeline.schedule in ("async", "inflight")  # learns while the learner waits
         packed = Packed(saved.values.get(REPLAY, []), dict(saved.arrays)) if saved else Packed([], {})
         # A run may go on with more devices than packed the rows.
         texts = [divisible(rows, self._shares, learner.packing) for rows in unpack(list[Rows], packed)]
-        self.texts = deque(texts, maxlen=self._draft.replay_steps)
+        self.texts = deque(texts, maxlen=STEPS_KEPT)
 
     @property
     def _shares(self) -> int:

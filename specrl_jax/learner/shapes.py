@@ -28,8 +28,7 @@ def abstract_microbatch(learner: Learner) -> tuple[Rows, LossInputs]:
     experts = (
         array(record_dtype(model), T, model.layers * model.experts_per_token) if limits.feature(RouterRecords) else None
     )
-    drawn = mask if learner.tells_drawn else None
-    rows = Rows(ints, ints, ints, mask=mask, segments=ints, kept=kept, drawn=drawn, experts=experts)
+    rows = Rows(ints, ints, ints, mask=mask, segments=ints, kept=kept, experts=experts)
     inputs = LossInputs(
         old_logprobs=None if objective.old_logprobs == "current" else floats,
         ref_logprobs=floats if objective.kl_coef else None,

@@ -28,16 +28,12 @@ class LoRA:
 
     rank: int  # r
     alpha: float
-    targets: tuple[str, ...]  # of EQUATIONS
+    targets: tuple[str, ...] = tuple(EQUATIONS)  # matrices of each layer
 
     def __post_init__(self) -> None:
-        for name in self.targets:
-            if name not in EQUATIONS:
-                raise InputError(f"policy.lora_targets: there is no '{name}'; there are {', '.join(EQUATIONS)}")
-        if self.rank < 1 or not self.targets or self.alpha <= 0:
-            raise InputError(
-                "policy.lora_rank, lora_alpha and lora_targets: at least 1, above 0 and one name are needed"
-            )
+        if self.rank < 1 or not self.targets or self.alpha <= 0 or not set(self.targets) <= EQUATIONS.keys():
+            matrices = f"matrices of {', '.join(EQUATIONS)}"
+            raise InputError(f"policy.lora_rank, policy.lora_alpha: at least 1 and above 0 are needed, for {matrices}")
 
     @property
     def scale(self) -> float:

@@ -28,19 +28,20 @@ CPU_SHARE = 1 / 48
 def page_bytes(
     model: DecoderConfig,
     draft: DraftModel | None,
-    rollout: RolloutConfig,
+    dtype: str,
     *,
+    tokens: int,
     partition: Partitioner,
     records: bool = False,
 ) -> int:
-    """Return the bytes of one page on one device: of the policy's cache, the draft's, and with `records` the experts'.
+    """Return the bytes of one page of `tokens` on one device.
 
-    Each pool as it is sharded: keys and values by heads, the hidden states of a draft's head whole on every device.
-    Raises InputError where the heads do not divide over the mesh.
+    Of the policy's cache, the draft's, and with `records` the experts'. Each pool as it is sharded: keys and values by
+    heads, the hidden states of a draft's head whole on every device. Raises InputError where the heads do not divide
+    over the mesh.
     """
     # A page for every device.
-    pages, dtype = partition.num_shards("batch"), jnp.dtype(rollout.cache_dtype)
-    shape = kv.PageShape(pages, rollout.page_tokens, dtype, platform=partition.platform)
+    shape = kv.PageShape(partition.num_shards("batch"), tokens, jnp.dtype(dtype), platform=partition.platform)
 
     def pools() -> object:
         target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape=shape)
@@ -71,10 +72,10 @@ def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory:
     return int(share * usable) // page if usable else None
 
 
-def with_pages(limits: EngineConfig, most: int | None, page: int, *, section: str = "rollout") -> EngineConfig:
+def with_pages(limits: EngineConfig, most: int | None, page: int) -> EngineConfig:
     """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (None: no bound).
 
-    `section` of the config says how long responses may be. Raises InputError where the longest sequence would not fit.
+    Raises InputError where the longest sequence would not fit.
     """
     whole = dataclasses.replace(limits, pages=0).shard_pages
     pages = whole if most is None else min(whole, most)
@@ -83,7 +84,7 @@ def with_pages(limits: EngineConfig, most: int | None, page: int, *, section: st
         raise InputError(
             f"rollout.cache_gb: {pages * page / GB:.3g} GB a device hold {pages * limits.page_tokens} tokens; a "
             f"sequence may have {limits.cache_length}: rollout.cache_gb={needed:.3f} or more is needed, "
-            f"or a lower {section}.max_response_tokens"
+            "or a lower rollout.max_response_tokens"
         )
     return dataclasses.replace(limits, pages=pages)
 
@@ -107,17 +108,14 @@ def _container_limits() -> list[int]:
     return found
 
 
-def check_cache_length(limits: EngineConfig, model: DecoderConfig, section: str = "rollout") -> None:
-    """Raise InputError where a sequence could have more positions than the policy was made for.
-
-    `section` of the config says how long responses may be.
-    """
+def check_cache_length(limits: EngineConfig, model: DecoderConfig) -> None:
+    """Raise InputError where a sequence could have more positions than the policy was made for."""
     if limits.cache_length <= model.longest:
         return
     prompt, made_for = limits.max_prompt_tokens, f"the policy was made for {model.longest}"
     if prompt >= model.longest:
         raise InputError(f"rollout.max_prompt_tokens={prompt}: {made_for}; at most {model.longest - 1} leave an answer")
     raise InputError(
-        f"{section}.max_response_tokens={limits.max_response_tokens}: with rollout.max_prompt_tokens={prompt} that "
+        f"rollout.max_response_tokens={limits.max_response_tokens}: with rollout.max_prompt_tokens={prompt} that "
         f"makes {limits.cache_length} tokens, {made_for}; at most {model.longest - prompt} is possible"
     )

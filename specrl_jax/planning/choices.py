@@ -18,7 +18,7 @@ from specrl_jax.config.automatic import AUTOMATIC, left_open, value_of, with_val
 from specrl_jax.config.schema import shown
 from specrl_jax.config.validate import draft_options
 from specrl_jax.data.prompts import split_paths
-from specrl_jax.data.schemas import AUTO, Schema, detect_schema, schema_names
+from specrl_jax.data.schemas import AUTO, detect_schema, schema_names
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
@@ -29,7 +29,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
 from specrl_jax.planning.memory import RUNNING, USABLE, MemoryEstimate, activation_bytes, state_bytes, token_bytes
-from specrl_jax.planning.plan import policy_sizes
+from specrl_jax.planning.plan import policy_sizes, sizes_on
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 
 # The longest response, where the data has solutions: what a policy writes is longer than what people do.
@@ -149,7 +149,6 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
 def _schemas(config: Config, detects: bool) -> Config:
     """Choose the schemas that are AUTO, by the first row of their files; an eval.schema of '' is data.schema's."""
     d, e = config.data, config.eval
-    plain = Schema(d.prompt_key, d.answer_key)
     of_eval = e.schema or (AUTO if detects else d.schema)
     own, mistakes = "eval.schema" if e.schema else "data.schema", Mistakes()
     for section, path, names, key in (("data", d.path, d.schema, "data.schema"), ("eval", e.path, of_eval, own)):
@@ -158,7 +157,7 @@ def _schemas(config: Config, detects: bool) -> Config:
             continue
         with mistakes.check():
             pairs = zip(paths, schemas, strict=True)
-            found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
+            found = [detect_schema(one, f"{section}.path") if name == AUTO else name for one, name in pairs]
             config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
     mistakes.refuse()
     return config if d.path or d.schema != AUTO else with_values(config, {"data.schema": ""})
@@ -265,7 +264,7 @@ class _Sizing(NamedTuple):
         rollouts, fitting = self.config.grpo.prompts_per_step * self.config.grpo.group_size, self.free_slots()
         unit = partitioner(self.machine.mesh, ROLLOUT).num_shards("batch")
         if self.apart:  # batches are split over data and expert
-            unit = self.rollout_devices // self.config.pipeline.tensor
+            unit = self.rollout_devices // self.rollout_split[0]
         slots = min(fitting, rollouts)
         # Batches that have thinned go on in a quarter and a sixteenth of the rows.
         slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
@@ -293,8 +292,8 @@ class _Sizing(NamedTuple):
     @property
     def rollout_split(self) -> tuple[int, int]:
         """Return the devices of a copy of the rollouts' weights: those that split widths, and experts."""
-        p, shape = self.config.pipeline, self.machine.mesh.shape
-        return (p.tensor, p.expert) if self.apart else (shape["tensor"], shape["expert"])
+        shape = self.machine.mesh.shape
+        return shape["tensor"], shape["expert"]
 
     @property
     def head(self) -> Head | None:
@@ -303,7 +302,8 @@ class _Sizing(NamedTuple):
         if not KINDS[d.kind].has_weights:
             return None
         draft_vocab = min(vocab, DRAFT_VOCAB) if d.vocab_size == -1 else d.vocab_size
-        return priced_head(d.kind, self.model, draft_vocab, slots=d.slots, layers=d.layers)
+        new = draft_options(d)
+        return priced_head(d.kind, self.model, draft_vocab, slots=new.slots, layers=new.layers)
 
     def free_slots(self) -> int:
         """Return how many sequences of all devices find pages for their live tokens beside the rest; at least one a
@@ -312,10 +312,11 @@ class _Sizing(NamedTuple):
         Siblings hold the pages of their prompt together; beyond them a sequence has a page in part at either end.
         """
         r, (tensor, expert) = self.config.rollout, self.rollout_split
+        platform = self.machine.mesh.devices.flat[0].platform
         free = self.estimate().free(self.machine.memory, self.apart)
         shared = r.max_prompt_tokens / 2 / self.config.grpo.group_size
-        live = min(shared + RUNNING * r.max_response_tokens + r.page_tokens, self.longest)
-        token = token_bytes(self.model, self.head, r.cache_dtype, tensor=tensor)
+        live = min(shared + RUNNING * r.max_response_tokens + sizes_on(platform).page, self.longest)
+        token = token_bytes(self.model, self.head, r.dtype, tensor=tensor)
         each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token)) * expert
         return max(each, 1) * max(1, self.rollout_devices // (tensor * expert))
 

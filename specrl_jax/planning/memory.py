@@ -5,8 +5,8 @@
 
 from typing import NamedTuple
 
-from specrl_jax.drafts.block.block_network import BlockConfig
-from specrl_jax.drafts.sizes import Head, head_layers
+from specrl_jax.drafts.block import BlockConfig
+from specrl_jax.drafts.sizes import Head
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, Array
 
@@ -61,5 +61,5 @@ def token_bytes(c: DecoderConfig, head: Head | None, dtype: str, *, tensor: int 
     numbers = 2 * c.layers * max(c.kv_heads / tensor, 1) * c.head_dim
     if head is not None:
         hidden = 0 if isinstance(head, BlockConfig) else head.embed
-        numbers += hidden + 2 * head_layers(head) * max(head.kv_heads / tensor, 1) * head.head_dim
+        numbers += hidden + 2 * head.layers * max(head.kv_heads / tensor, 1) * head.head_dim
     return numbers * BYTES[dtype]

@@ -1,14 +1,16 @@
 """The plan of a run: sizes, meshes and engine limits, checked against folders and devices before any array exists."""
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
-from specrl_jax.config import Config, EvalConfig, PipelineConfig, PolicyConfig, RolloutConfig
-from specrl_jax.config.automatic import check_chosen
+from specrl_jax.config import Config, PipelineConfig, PolicyConfig
+from specrl_jax.config.automatic import check_chosen, with_values
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
 from specrl_jax.decoding.features.base import Feature
@@ -23,7 +25,6 @@ from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
-from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.planning.cache_size import check_cache_length, most_pages, page_bytes, with_pages
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
@@ -35,6 +36,18 @@ SHRINK = (4, 16)
 # Prompt tokens that keep a device busy in one forward: from 300 on an H100 multiplies no less than it reads. A refill
 # usually starts few prompts, and what its forwards have beyond those is for nothing.
 BUSY_TOKENS = 256
+
+
+class EngineSizes(NamedTuple):
+    """Sizes of an engine that follow from its platform alone."""
+
+    chunk: int  # decode steps per host synchronisation
+    page: int  # tokens, a power of two
+    prefill: int  # tokens of a prompt that one forward prefills; a longer prompt takes several
+    turn: int  # the same where an environment speaks, whose messages are short
+
+
+SIZES = {"cpu": EngineSizes(16, 64, 512, 16), "accelerator": EngineSizes(64, 64, 512, 512)}
 # Tasks that learn from rollouts, or generate as such a run does.
 WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
 
@@ -59,7 +72,7 @@ class Plan:
 
     @property
     def sequence_tokens(self) -> int:
-        """Return the tokens of the longest training rollout, its prompt included; evaluations may have longer ones."""
+        """Return the tokens of the longest rollout, its prompt included."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
 
 
@@ -74,16 +87,17 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
       InputError: naming the key and what would be right.
     """
     check_chosen(config)
+    if config.pipeline.workers:  # which are not sent earlier rollouts
+        config = with_values(config, {"draft.history": 0})
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
-    replays = config.policy.router_replay and not model.experts
-    Requirement(config)("policy.router_replay", not replays, "the policy is no mixture of experts; leave False")
     groups = _groups(config.pipeline, mesh)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
-    limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
-    records = limits.feature(RouterRecords) is not None
-    page = page_bytes(model, method.model, config.rollout, partition=rollout, records=records)
+    limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache, platform=rollout.platform)
+    limits = limits if model.experts else limits.without(RouterRecords)
+    records, tokens = limits.feature(RouterRecords) is not None, limits.page_tokens
+    page = page_bytes(model, method.model, config.rollout.dtype, tokens=tokens, partition=rollout, records=records)
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
     plan = Plan(
         config,
@@ -98,9 +112,8 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
     _check_processes(config, groups)
     _check_draft(plan)
     _check_shards(plan)
-    longest = "eval" if config.eval.max_response_tokens > config.rollout.max_response_tokens else "rollout"
-    check_cache_length(plan.limits, model, longest)
-    return dataclasses.replace(plan, limits=with_pages(limits, most, page, section=longest))
+    check_cache_length(plan.limits, model)
+    return dataclasses.replace(plan, limits=with_pages(limits, most, page))
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -122,7 +135,7 @@ def learner_mesh(config: Config) -> Mesh:
 def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
     """Return the preset's sizes; a checkpoint must have the same but for the length it was trained for.
 
-    An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
+    An empty preset stands for the checkpoint's sizes. YaRN comes from the checkpoint's rope_scaling alone.
 
     Raises InputError for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
     """
@@ -139,19 +152,17 @@ def policy_sizes(policy: PolicyConfig) -> decoder.DecoderConfig:
         hf.check_params(policy.path, found)
         sizes = found
     assert sizes is not None  # of one of the two
-    if not policy.yarn_factor:
-        return sizes
-    yarn = Yarn(policy.yarn_factor, policy.yarn_original)
-    return dataclasses.replace(sizes, rope=Rope(sizes.rope.theta, yarn))
+    return sizes
 
 
 def _unstretched(sizes: decoder.DecoderConfig) -> decoder.DecoderConfig:
     return dataclasses.replace(sizes, rope=sizes.rope.pretrained)
 
 
-def sampling_of(config: Config, section: RolloutConfig | EvalConfig) -> Sampling:
+def sampling_of(config: Config, *, evaluates: bool = False) -> Sampling:
     """Return how training rollouts, or evaluations, are sampled."""
-    return Sampling(section.temperature, section.top_k, section.top_p, rule=config.rollout.rule)
+    r, own = config.rollout, config.eval.temperature
+    return Sampling(own if evaluates and own >= 0 else r.temperature, r.top_k, r.top_p, rule=r.rule)
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
@@ -159,43 +170,49 @@ def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
 
 
-def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> EngineConfig:
+def sizes_on(platform: str) -> EngineSizes:
+    """Return the sizes of an engine on a platform."""
+    return SIZES["cpu" if platform == "cpu" else "accelerator"]
+
+
+def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, platform: str = "cpu") -> EngineConfig:
     """Return the engine's shapes; `num_shards`: of its rows."""
-    rollout, draft, grpo = config.rollout, config.draft, config.grpo
+    rollout, draft, grpo, fixed = config.rollout, config.draft, config.grpo, sizes_on(platform)
     slots = rollout.num_slots
     sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
     prompts = -(-slots // grpo.group_size)  # under way at once
-    piece = min(rollout.prefill_tokens, rollout.max_prompt_tokens)
+    prefill = fixed.turn if config.environment.name else fixed.prefill
+    piece = min(prefill, rollout.max_prompt_tokens)
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
-        max_response_tokens=max(rollout.max_response_tokens, config.eval.max_response_tokens),
-        chunk=rollout.chunk,
+        max_response_tokens=rollout.max_response_tokens,
+        chunk=fixed.chunk,
         # Under parity one shape of a forward is one batch size.
         sizes=() if rollout.parity else tuple(sizes),
-        page_tokens=rollout.page_tokens,
+        page_tokens=fixed.page,
         shards=num_shards,
-        prefill_tokens=rollout.prefill_tokens,
+        prefill_tokens=prefill,
         prefill_rows=num_shards * max(1, min(prompts // (4 * num_shards), BUSY_TOKENS // piece)),
         new_prompts=prompts,
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
-        budget=draft.budget // num_shards,
+        budget=draft.budget and max(1, draft.budget // num_shards),
         features=find_features(config),
     )
 
 
 def find_features(config: Config) -> tuple[Feature, ...]:
     """Return the features of the engine that are on; `rollout.stop` is one more, which takes the tokenizer."""
-    learns, exact = config.task in WITH_ROLLOUTS, config.pipeline.weight_update == "exact"
-    earlier = exact or config.rollout.carry or config.pipeline.recompute_cache
-    kept = most_kept(sampling_of(config, config.rollout)) if config.grpo.sampling_mask == "replay" else 0
+    schedule, learns = config.pipeline.schedule, config.task in WITH_ROLLOUTS
+    earlier = schedule in ("exact", "partial") or config.pipeline.recompute_cache
+    kept = most_kept(sampling_of(config))
     features = (
-        config.task == "train" and earlier and Reverification(keeps=not exact),
+        config.task == "train" and earlier and Reverification(keeps=schedule != "exact"),
         learns and config.policy.router_replay and RouterRecords(),
         learns and kept and SamplingMasks(kept),
-        config.environment.name and SeveralTurns(copies_pages=config.environment.pages == "copy"),
+        config.environment.name and SeveralTurns(),
     )
     return tuple(feature for feature in features if isinstance(feature, Feature))
 
@@ -209,23 +226,31 @@ def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
         return ProcessGroups((tuple(range(jax.process_count())),))
     if not p.rollout_devices:
         return find_groups(mesh)
-    n, each, split = jax.process_count(), p.rollout_devices, p.tensor * p.expert
+    n, each, split = jax.process_count(), p.rollout_devices, math.prod(_split(mesh))
     size = max(1, split // each)
-    shown = f"pipeline.tensor={p.tensor} x pipeline.expert={p.expert}: a copy takes pipeline.rollout_devices={each}"
-    if n % size:
-        raise InputError(f"{shown} of {size} processes, which must divide the {n} there are")
     learning = mesh.size // n
-    if size > 1 and learning % each:
-        raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
+    if (each % split and split % each) or n % size or (size > 1 and learning % each):
+        tensor, expert = _split(mesh)
+        raise InputError(
+            f"pipeline.rollout_devices={each}: it must divide by mesh.tensor={tensor} x mesh.expert={expert}, which "
+            f"split a copy of the weights, or that by it: a copy then takes those of {size} processes, which must "
+            f"divide the {n} there are, and pipeline.rollout_devices the {learning} of each that learn"
+        )
     return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
+
+
+def _split(mesh: Mesh) -> tuple[int, int]:
+    """Return the devices that split widths, and experts, of each copy of the weights: rollouts' as the learner's."""
+    return mesh.shape["tensor"], mesh.shape["expert"]
 
 
 def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
     """Return the part of the learner's mesh that a group of processes has, or a mesh of its devices beside it."""
     if not p.rollout_devices:
         return group_mesh(mesh)
+    tensor, expert = _split(mesh)
     devices = [d for i in groups.own for d in jax.local_devices(process_index=i)[-p.rollout_devices :]]
-    sizes = {"data": len(devices) // (p.tensor * p.expert), "expert": p.expert, "tensor": p.tensor}
+    sizes = {"data": len(devices) // (tensor * expert), "expert": expert, "tensor": tensor}
     if len(groups.own) == 1:
         return make_mesh(sizes, devices)
     # In the order of the processes, each of which holds the same parts among its devices that learn (`staging_mesh`).
@@ -234,29 +259,23 @@ def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
 
 
 def _group_share(config: Config, n: int) -> Config:
-    """Return the config with the slots and prompts of one of n groups. Raise InputError where they do not divide."""
-    rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
-    for key, value in (("num_slots", rollout.num_slots), ("carry", rollout.carry)):
-        if value % n:
-            raise InputError(f"rollout.{key}={value} must divide by the {n} copies of several processes")
-    for key, value in (("prompts_per_step", grpo.prompts_per_step), ("oversample", grpo.oversample)):
-        if value % processes:  # each scores its own
-            raise InputError(f"grpo.{key}={value} must divide by the {processes} processes")
+    """Return the config with the slots, prompts and drafts of one of n groups."""
+    rollout, grpo, budget = config.rollout, config.grpo, config.draft.budget
     rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
     grpo = dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
-    draft = dataclasses.replace(config.draft, budget=config.draft.budget // n)
+    draft = dataclasses.replace(config.draft, budget=budget and max(1, budget // n))
     return dataclasses.replace(config, rollout=rollout, grpo=grpo, draft=draft)
 
 
 def _check_processes(config: Config, groups: ProcessGroups) -> None:
     """Raise InputError for options that several processes do not support."""
     need = Requirement(config)
-    alone = config.pipeline.mode == "sync" or jax.process_count() == 1
+    alone = not config.pipeline.asynchronous or jax.process_count() == 1
     need(
         "grpo.sampling_rounds",
         alone or config.grpo.sampling_rounds == 1,
-        "several processes would have to ask each other whether to generate again, and under pipeline.mode=async they "
-        "do not wait for each other",
+        "several processes would have to ask each other whether to generate again, and beside the learner they do not "
+        "wait for each other",
     )
     need(
         "environment.name",
@@ -270,23 +289,18 @@ def _check_draft(plan: Plan) -> None:
     """Raise InputError for options that the draft does not have, and where nothing would choose its vocabulary."""
     config, d, draft = plan.config, plan.config.draft, plan.draft
     need = Requirement(config)
-    if config.pipeline.workers:
-        kept = not (plan.draft_method.uses_lookup_cache and d.history)
-        need("draft.history", kept, "earlier rollouts are not sent to workers; set 0")
     if draft is None:
         return
-    anchored = d.anchor_stride == 1 or draft.takes_anchors
-    need("draft.anchor_stride", anchored, f"draft.kind={d.kind} drafts behind every token in training; leave 1")
     for key in ("length", "ttt_steps") if draft.longest is not None else ():
         within = getattr(d, key) <= draft.longest
         need(f"draft.{key}", within, f"a block of this drafter has {draft.longest} drafts")
     # What is exported has been chosen: the checkpoint holds it.
-    chooses = config.task in ("draft_pretrain", "export") or (config.task == "train" and d.online and d.min_coverage)
+    chooses = config.task in ("draft_pretrain", "export") or (config.task == "train" and d.online)
     need(
         "draft.vocab_size",
         d.path or draft.vocab >= plan.model.vocab or chooses,
-        "which ids those are is found out by task=draft_pretrain, and by training with draft.online and "
-        "draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)",
+        "which ids those are is found out by task=draft_pretrain, and by training with draft.online; give a "
+        "draft.path, or leave 0, or do without (draft.kind=none)",
     )
 
 
@@ -298,9 +312,11 @@ def _check_shards(plan: Plan) -> None:
     if plan.draft:
         learner.shardings(plan.draft.specs)
         rollout.shardings(plan.draft.inference_specs)
-    if plan.limits.num_slots % rollout.num_shards("batch"):
-        sizes = " x ".join(f"mesh.{name}={rollout.mesh.shape[name]}" for name in rollout.axes("batch"))
-        raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {sizes}")
-    if (budget := plan.config.draft.budget) and not plan.limits.budget:
-        shards = rollout.num_shards("batch") * len(plan.groups.groups)
-        raise InputError(f"draft.budget={budget}: at least one draft for each of the {shards} shards of sequences")
+    copies, shards, processes = len(plan.groups.groups), rollout.num_shards("batch"), jax.process_count()
+    sizes = " x ".join(f"mesh.{name}={rollout.mesh.shape[name]}" for name in rollout.axes("batch"))
+    several = f"the {copies} copies of several processes, each of " if copies > 1 else ""
+    grpo, each = plan.config.grpo, (processes, f"the {processes} processes")
+    parts = {"rollout.num_slots": (plan.config.rollout.num_slots, copies * shards, several + sizes)}
+    parts |= {"grpo.prompts_per_step": (grpo.prompts_per_step, *each), "grpo.oversample": (grpo.oversample, *each)}
+    for key, (count, shares, what) in parts.items():
+        Requirement(plan.config)(key, count % shares == 0, f"it must divide by {what}")

@@ -10,7 +10,7 @@ from specrl_jax.config import Config
 from specrl_jax.config.schema import LONGEST
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, Reader, TestsFault, split_paths
-from specrl_jax.data.schemas import Schema, find_schemas
+from specrl_jax.data.schemas import find_schemas
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import TaskSource
@@ -206,18 +206,18 @@ class _Files:
             self._tokenizer,
             PromptFormat(template, d.chat == "always", d.system, thinking=d.thinking, key=key),
             config.rollout.max_prompt_tokens or LONGEST,
-            skip_malformed=d.skip_malformed,
-            skip_long=d.skip_long,
+            skip_malformed="malformed" in d.skip,
+            skip_long="long" in d.skip,
             key=f"{section}.path",
-            special_tokens=d.special_tokens,
+            skip_special="special" in d.skip,
             tests_fault=_fault_of(config.reward.names),
             most=self._most,
             # Only these read more of a row than prompt and answer.
             other_columns=bool(config.environment.name) or not set(config.reward.names) <= {*BUILT_IN},
             answered=config.task not in UNREWARDED,
         )
-        keys, found = Schema(d.prompt_key, d.answer_key), list[list[Problem]]()
-        for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), key=schema_key)):
+        found = list[list[Problem]]()
+        for path, schema in zip(paths, find_schemas(schemas, len(paths), key=schema_key)):
             problems, counts = reader.read(path, schema, answers)
             self.reports.append(counts.line(path))
             found.append(problems)

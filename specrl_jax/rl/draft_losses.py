@@ -21,8 +21,6 @@ from specrl_jax.core import DraftTerms, Mean, ahead
 LOSSES = ("ce", "kl", "tv", "e2e_tv")
 # EAGLE-3: weight of draft step i is DECAY ** i.
 DECAY = 0.8
-POSITIONS = ("all", "weighted", "refused")
-WEIGHT = 3.0  # of a token that a draft missed, among others
 
 
 def step_losses(name: str, terms: DraftTerms) -> jax.Array:
@@ -78,29 +76,6 @@ def draft_loss_mask(
         return found
     own = ahead(segments, 0, anchors)
     return found & jnp.stack([ahead(segments, 2 + i, anchors) == own for i in range(steps)])
-
-
-def pair_weights(
-    pairs: jax.Array, drawn: jax.Array | None, positions: str, *, anchors: jax.Array | None = None
-) -> jax.Array:
-    """Return the weight [steps, B, T] float32 of each pair in the loss, of a mask `pairs` as `draft_loss_mask` returns.
-
-    A token that the policy drew itself where drafts were verified is the place of a refused draft, or follows a draft
-    that was kept whole. It and the token after it, where the next draft starts, weigh WEIGHT ("weighted"), or are the
-    only ones that count ("refused"): learning from mistakes, after Draft-OPD (bingyang-lei/Draft-OPD), whose anchors
-    are the refused positions.
-
-    Args:
-      drawn: [B, T] bool, entry t for token t + 1; needed unless `positions` is "all".
-      positions: one of POSITIONS.
-      anchors: as of `draft_loss_mask`.
-    """
-    if positions == "all":
-        return pairs.astype(jnp.float32)
-    assert drawn is not None, "rows say which tokens the policy drew"
-    matters = drawn | jnp.pad(drawn[:, :-1], ((0, 0), (1, 0)))
-    matters = jnp.stack([ahead(matters, 1 + i, anchors) for i in range(len(pairs))])
-    return pairs * jnp.where(matters, WEIGHT if positions == "weighted" else 1.0, float(positions == "weighted"))
 
 
 def step_means(values: jax.Array, weights: jax.Array) -> Mean:

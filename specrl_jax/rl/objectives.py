@@ -27,11 +27,6 @@ from specrl_jax.rl.aggregation import AGGREGATIONS, aggregate, sequence_sum
 from specrl_jax.rl.importance_sampling import CORRECTIONS, MAX_LOG_RATIO, importance_weights, probability_ratio
 
 OLD_LOGPROBS = ("learner", "rollout", "current")
-# d = log q - log p of tokens drawn from p, nats -> estimate of KL(p || q), nats.
-KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "k2": lambda d: d**2 / 2,
-    "k3": lambda d: jnp.expm1(jnp.minimum(d, MAX_LOG_RATIO)) - jnp.minimum(d, MAX_LOG_RATIO),
-}
 
 
 def logprob_passes(old_logprobs: str, kl_coef: float) -> int:
@@ -49,7 +44,6 @@ class Objective:
     clip_dual: float = 3.0  # above 1; where the advantage is negative, a larger ratio counts as this one. 0: no bound
     loss: str = "clip"  # of SURROGATES
     aggregation: str = "token"  # of AGGREGATIONS
-    kl: str = "k3"  # of KL_ESTIMATORS
     entropy_coef: float = 0.0  # of the entropy bonus
     old_logprobs: str = "learner"  # of OLD_LOGPROBS: which log-probs are the ratio's denominator
     correction: str = "none"  # of CORRECTIONS
@@ -57,7 +51,7 @@ class Objective:
     longest: int = 1  # tokens of the longest answer, for aggregation "constant"
 
     def __post_init__(self) -> None:
-        tables = {"loss": SURROGATES, "aggregation": AGGREGATIONS, "kl": KL_ESTIMATORS, "correction": CORRECTIONS}
+        tables = {"loss": SURROGATES, "aggregation": AGGREGATIONS, "correction": CORRECTIONS}
         for key, names in tables.items():
             if getattr(self, key) not in names:
                 raise InputError(f"grpo.{key}: there is no '{getattr(self, key)}'; there are {', '.join(names)}")
@@ -90,15 +84,17 @@ class LossMetrics:
         return jax.tree.map(jnp.add, self, other)
 
 
-def kl_estimate(logprobs: jax.Array, other: jax.Array, mask: jax.Array, *, estimator: str = "k3") -> jax.Array:
-    """Estimate KL(p || q) token by token, [B, T] nats, zero outside the mask.
+def kl_estimate(logprobs: jax.Array, other: jax.Array, mask: jax.Array) -> jax.Array:
+    """Estimate KL(p || q) token by token, [B, T] nats, zero outside the mask, by k3: not negative, and unbiased.
+
+    Schulman 2020, "Approximating KL divergence".
 
     Args:
       logprobs, other: [B, T], log p and log q of tokens drawn from p.
       mask: [B, T] bool.
-      estimator: of KL_ESTIMATORS.
     """
-    return KL_ESTIMATORS[estimator](jnp.where(mask, other - logprobs, 0.0))
+    d = jnp.minimum(jnp.where(mask, other - logprobs, 0.0), MAX_LOG_RATIO)
+    return jnp.expm1(d) - d
 
 
 def grpo_loss(
@@ -149,7 +145,7 @@ def grpo_loss(
         loss = weight * loss
     if o.kl_coef:
         assert inputs.ref_logprobs is not None, "the KL term needs the reference's log-probs"
-        kl = kl_estimate(logprobs, inputs.ref_logprobs, mask, estimator=o.kl)
+        kl = kl_estimate(logprobs, inputs.ref_logprobs, mask)
         loss = loss + o.kl_coef * kl
     if o.entropy_coef:
         loss = loss - o.entropy_coef * entropy

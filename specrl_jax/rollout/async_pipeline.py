@@ -1,10 +1,10 @@
 """Rollouts that a thread generates ahead of the learner, and the choice between this and the synchronous source.
 
-Asynchronous (`pipeline.mode=async`): rollout devices and learner devices are disjoint, and generation of later steps
-overlaps learning. The weights of a step's rollouts do not depend on timing: those of step t are drawn from the policy
-after step t - 1 - lag (from the first one before that), so at most `lag` policy versions lie between generating a
-rollout and learning from it. With lag 0 the order is the synchronous one. What drafts copy from and their lengths are
-as old as the weights.
+Asynchronous (`PipelineConfig.asynchronous`): rollout devices and learner devices are disjoint, and generation of later
+steps overlaps learning. The weights of a step's rollouts do not depend on timing: those of step t are drawn from the
+policy after step t - 1 - lag (from the first one before that), so at most `lag` policy versions lie between generating
+a rollout and learning from it. With lag 0 the order is the synchronous one. What drafts copy from and their lengths
+are as old as the weights.
 
 So the rollouts of steps t + 1 .. t + lag need nothing from after step t - 1. A checkpoint after step t keeps them. A
 resumed run takes them instead of drawing them from its newer policy, and ends bit-equal to one without interruption.
@@ -15,10 +15,10 @@ import threading
 import time
 
 from specrl_jax import distributed
+from specrl_jax.coordinator import Agreement
 from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import Stopped
 from specrl_jax.planning.plan import Plan
-from specrl_jax.process_groups import Agreement
 from specrl_jax.rollout.devices import Devices
 from specrl_jax.rollout.generate import (
     NOTHING_PREFETCHED,
@@ -244,7 +244,7 @@ def make_pipeline(
     workdir: str,
     restored: PrefetchedRollouts = NOTHING_PREFETCHED,
 ) -> Pipeline:
-    """Build the pipeline of pipeline.mode.
+    """Build the pipeline of pipeline.schedule.
 
     Args:
       generation: an asynchronous pipeline calls it in its own thread. Stopped, which it may raise, is raised by `take`
@@ -255,10 +255,10 @@ def make_pipeline(
       restored: from a checkpoint.
     """
     pipeline, steps = plan.config.pipeline, range(first, plan.config.steps + 1)
-    if pipeline.mode == "sync":
+    if not pipeline.asynchronous:
         return Sync(generation, restored.left)
-    agree, updates, exact = Agreement(plan.groups.own), None, pipeline.weight_update == "exact"
-    if pipeline.weight_update == "inflight":
+    agree, updates, exact = Agreement(plan.groups.own), None, pipeline.schedule == "exact"
+    if pipeline.schedule == "inflight":
         updates = WeightUpdates(workdir, pipeline.repeat, first + len(restored.batches), agree=agree)
     return Async(
         generation,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from specrl_jax.config import Config
+from specrl_jax.coordinator import Agreement
 from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
 from specrl_jax.data.turns import end_of_turn_fault
 from specrl_jax.decoding.drafters import NO_DRAFTER
@@ -17,7 +18,6 @@ from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.planning.plan import Plan, draft_lengths, sampling_of
-from specrl_jax.process_groups import Agreement
 from specrl_jax.rollout.inference_engine import (
     InferenceConfig,
     PrepareStep,
@@ -81,16 +81,14 @@ def make_rollout(
     inference = _inference_config(plan, tokenizer)
     make = functools.partial(make_rollout_engine, plan.model, tokenizer=tokenizer, partition=partition, agree=agree)
     training = _drafting_engine(make, plan, inference, adaptive=config.draft.adaptive, lengths=lengths)
-    training = dataclasses.replace(training, response_tokens=config.rollout.max_response_tokens)
-    sampling, longest = sampling_of(config, config.eval), config.eval.max_response_tokens or training.response_tokens
+    sampling = sampling_of(config, evaluates=True)
     if shares(training.sampling, sampling):
-        evaluation = training.sampled_as(sampling, longest)
+        evaluation = training.sampled_as(sampling, training.response_tokens)
     else:
         # The longest drafts or none, so its programs are few; what learning needs is not recorded.
         apart = inference.limits.without(Reverification, RouterRecords, SamplingMasks)
         sampled = dataclasses.replace(inference, sampling=sampling, limits=apart)
         evaluation = _drafting_engine(make, plan, sampled, adaptive=False, lengths=None)
-        evaluation = dataclasses.replace(evaluation, response_tokens=longest)
     plain_limits = dataclasses.replace(inference.limits.without(Reverification), groups=0, sequences=0)
     plain = make(None, NO_DRAFTER, config=dataclasses.replace(inference, limits=plain_limits))
     # Rollout workers fetch their weights in the parts in which the learner's devices have them.
@@ -110,7 +108,7 @@ def make_rollout(
         engine=training,
         eval_engine=evaluation,
         greedy_engine=dataclasses.replace(evaluation, greedy=True),
-        plain_engine=dataclasses.replace(plain, response_tokens=training.response_tokens),
+        plain_engine=plain,
     )
 
 
@@ -120,12 +118,12 @@ def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
         stops = find_stop_texts(stop, tokenizer, plan.model.vocab)
         limits = dataclasses.replace(limits, features=(*limits.features, stops))
     return InferenceConfig(
-        sampling=sampling_of(config, config.rollout),
+        sampling=sampling_of(config),
         limits=limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
-        cache_dtype=jnp.dtype(config.rollout.cache_dtype),
-        compute_dtype=jnp.dtype(config.rollout.compute_dtype),
+        cache_dtype=jnp.dtype(config.rollout.dtype),
+        compute_dtype=jnp.dtype(config.rollout.dtype),
         quantize=config.rollout.quantize,
     )
 

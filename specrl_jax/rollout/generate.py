@@ -129,7 +129,8 @@ class RolloutGenerator:
         self._rollout, self._scorer, self._speculation = rollout, scorer, speculation
         self._on_progress, self._partial, self._lengths = on_progress, partial, PromptLengths(partial.seen)
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
-        self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
+        self._outnumbered = self._grpo.prompts_at_once * self._grpo.group_size > config.rollout.num_slots
+        self._synchronous, exact = not config.pipeline.asynchronous, config.pipeline.schedule == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
         self.begins_early = exact  # rollouts of a step may begin under the weights before its own
         self._lookahead: LookaheadBuffer | None = None
@@ -166,7 +167,7 @@ class RolloutGenerator:
             rounds.append(self._round(step, self._own(asked, first, policy, newer, later)))
         if self._lookahead and later:
             self._lookahead.texts = later.texts
-        if self._config.rollout.order == "longest":
+        if self._outnumbered:
             self._partial = self._partial._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
         return RolloutBatch(rounds, self._upcoming.position, seconds, left=[self._partial])
@@ -224,7 +225,7 @@ class RolloutGenerator:
             earlier,
             asked.later,
             partial=self._partial.rollouts,
-            versions=self._config.pipeline.weight_update == "inflight" or self._config.rollout.carry > 0,
+            versions=self._config.pipeline.schedule in ("inflight", "partial"),
         )
         if self._grpo.oversample:
             return self._oversampled(asked, how)
@@ -232,21 +233,19 @@ class RolloutGenerator:
 
     def _oversampled(self, asked: _Round, how: Continuation[Weights]) -> ScoredRollouts:
         """Return the first groups to be finished, of those left from the last step and new ones; keep the others."""
-        partial, G, carry = self._partial, self._grpo.group_size, self._config.rollout.carry // len(self._groups.groups)
+        partial, G, carries = self._partial, self._grpo.group_size, self._config.pipeline.schedule == "partial"
         if partial.rollouts is not None:
             ids = np.concatenate([partial.rollouts.rollout_id, asked.ids])
             asked = asked._replace(problems=partial.problems + asked.problems, ids=ids)
         share = self._groups.share(self._grpo.prompts_per_step)
         groups = share.group.stop - share.group.start
-        rollouts = self._rollouts(asked, dataclasses.replace(how, enough=enough_groups(groups, G, carry)))
-        learned, problems, self._partial = split_groups(
-            rollouts, asked.problems, groups, group_size=G, carries=carry > 0
-        )
+        rollouts = self._rollouts(asked, dataclasses.replace(how, enough=enough_groups(groups, G)))
+        learned, problems, self._partial = split_groups(rollouts, asked.problems, groups, group_size=G, carries=carries)
         return self._scored(learned, asked._replace(problems=problems, share=share))
 
     def _rollouts(self, asked: _Round, how: Continuation[Weights]) -> Rollouts:
-        """Generate, under rollout.order=longest the longest first."""
-        if self._config.rollout.order == "given":
+        """Generate, where rollouts outnumber the slots those first whose prompts had the longest responses."""
+        if not self._outnumbered:
             return self._in_order(asked, how)
         problems, G = asked.problems, self._grpo.group_size
         order = self._lengths.longest_first(problems)

@@ -53,7 +53,7 @@ def with_rewards(
     rewards = scores.total
     if grpo.overlong_buffer:
         penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
-        rewards = rewards + grpo.overlong_penalty * penalty
+        rewards = rewards + penalty
     return ScoredRollouts(rollouts, problems, scores, rewards=rewards)
 
 

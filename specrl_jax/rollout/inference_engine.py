@@ -20,8 +20,9 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
-from specrl_jax.drafts.weights import Caches, Weights, checksum
+from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
+from specrl_jax.io.digests import checksum
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder.expert_record import init_record

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from specrl_jax.config import Config, RewardConfig
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import RewardInput
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.sandbox.choose import choose
-from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
+from specrl_jax.rewards.sandbox.limits import Limits
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
-from specrl_jax.rewards.worker_group import WorkerOptions
 
 
 def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnAnswer] = ()) -> Scorer:
@@ -20,7 +20,7 @@ def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnA
     """
     r, e = config.reward, config.environment
     code = _code_options(r) if CODE in r.names else None
-    environment = make_environment(e.name, WorkerOptions(e.workers, e.seconds, r.memory))
+    environment = make_environment(e.name, WorkerOptions(r.workers, r.timeout, r.memory))
     scorer = Scorer(
         r.names,
         r.weights,
@@ -41,7 +41,6 @@ def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnA
 def _code_options(reward: RewardConfig) -> CodeOptions:
     """Choose the sandbox of programs, by running one, and say which it is."""
     r = reward
-    limits = Limits(r.test_seconds, int(r.test_memory * GIB), int(r.test_output * MIB), processes=r.test_processes)
-    sandbox = choose(r.sandbox, r.sandbox_url, r.sandbox_python, limits=limits._replace(disk=int(r.test_disk * MIB)))
+    sandbox = choose(r.sandbox, r.sandbox_python, limits=Limits())
     print(sandbox.line())
-    return CodeOptions(sandbox, r.tests == "share", r.timeout)
+    return CodeOptions(sandbox, r.pays_share, r.timeout)

@@ -56,7 +56,7 @@ class Speculation:
         # A draft over the policy's whole vocabulary has nothing to choose.
         self._vocabulary = None
         if self._trains and plan.draft is not None and plan.draft.vocab < plan.model.vocab:
-            self._vocabulary = DraftVocabulary(plan.draft, plan.model, draft.min_coverage, new=not draft.path)
+            self._vocabulary = DraftVocabulary(plan.draft, plan.model, new=not draft.path)
         self._step = 0
         if saved:
             self._restore(saved)

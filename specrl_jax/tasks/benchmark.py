@@ -28,6 +28,8 @@ from specrl_jax.training.speedup import step_workload, timed
 PLAIN, ADAPTIVE = "plain", "adaptive"
 # Name -> (engine, chooser of its draft lengths)
 Sides = dict[str, tuple[Engine, DraftLengthPolicy | None]]
+# Rounds before those that count; after the first only the controller still learns.
+WARMUP = 3
 
 
 def run(config: Config, workdir: str) -> None:
@@ -62,7 +64,7 @@ def benchmark(
     """
     config = learner.plan.config
     weights, order = initial_weights(learner, rollout), np.random.default_rng(config.seed)
-    stream, rows, warmup = problems.stream(config.grpo.prompts_per_step), [], config.benchmark.warmup
+    stream, rows = problems.stream(config.grpo.prompts_per_step), []
     with (
         stopped_as("a benchmark keeps nothing that could be resumed; the same command starts anew"),
         Display(config.benchmark.rounds, 0, stop) as display,
@@ -71,14 +73,14 @@ def benchmark(
         sides = make_sides(rollout)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():
             engine.compile_all(weights, display.say_compiled)
-        for i in range(1 - warmup, config.benchmark.rounds + 1):
+        for i in range(1 - WARMUP, config.benchmark.rounds + 1):
             work = step_workload(rollout, next(stream))
             found = {}
             # After the first round of the warm-up only the controller still learns.
-            timed_sides = [name for name in sides if i > 0 or i == 1 - warmup or name == ADAPTIVE]
+            timed_sides = [name for name in sides if i > 0 or i == 1 - WARMUP or name == ADAPTIVE]
             for name in order.permutation(timed_sides):
                 engine, lengths = sides[name]
-                seeded = work._replace(seed=work.seed + i + warmup)
+                seeded = work._replace(seed=work.seed + i + WARMUP)
                 found[name] = timed(engine, weights, seeded, lengths=lengths, on_progress=display.update_phase)
             if i > 0:
                 rows.append({"step": i} | round_metrics({name: found[name] for name in sides}))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pydantic
 
-from specrl_jax.config import Config, DataConfig
+from specrl_jax.config import Config
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import DataRow, read_rows
@@ -24,10 +24,11 @@ from specrl_jax.data.special import read_recorded
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.requests import CallOptions
-from specrl_jax.drafts.weights import Weights, checksum
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.agreement import digest
+from specrl_jax.io.digests import checksum
 from specrl_jax.io.progress import Display
 from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike
@@ -42,9 +43,9 @@ from specrl_jax.rollout.build import RolloutEngines
 # there the draft knows by heart.
 ANSWERS_SEED_OFFSET = 2_000_003
 # Keys of `data` that decide how a row becomes a prompt.
-PROMPT_KEYS = ("prompt_key", "schema", "template", "chat", "system", "thinking")
-# Key of a response in the rows of pretrain.answers, as in rollouts/step_N.jsonl.
-RESPONSE = "response"
+PROMPT_KEYS = ("schema", "template", "chat", "system", "thinking")
+# Keys of the rows of pretrain.answers, as in rollouts/step_N.jsonl.
+PROMPT, RESPONSE = "prompt", "response"
 
 # (tokens [n, T] int32, prompt_length [n] int32, length [n] int32, environment [n, T] bool) of finished texts
 Texts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -61,7 +62,6 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
         "prompt format": [getattr(config.data, x) for x in PROMPT_KEYS],
         "sampling": [config.rollout.temperature, config.rollout.top_k, config.rollout.top_p],
         "noise": 0 if config.pretrain.answers else config.rollout.seed + ANSWERS_SEED_OFFSET,
-        "yarn": [config.policy.yarn_factor, config.policy.yarn_original],
         "aux_layers": list(learner.forward.aux_layers),
         "dtype": config.policy.compute_dtype,
         "length": plan.sequence_tokens,
@@ -186,48 +186,51 @@ class TokenizedAnswer(NamedTuple):
 def answers(rollout: RolloutEngines) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the file pretrain.answers, in its order and then from its start again."""
     config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
-    texts, special = list[TokenizedAnswer](), 0
+    texts, special, leaves_out = list[TokenizedAnswer](), 0, "special" in config.data.skip
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
         if row.content.get("tokens") is not None:
-            text = recorded_text(row, config.data.prompt_key, tokenizer, vocab=rollout.plan.model.vocab)
+            text = recorded_text(row, tokenizer, vocab=rollout.plan.model.vocab)
         else:
-            text, is_special = _text(row, config.data, tokenizer)
+            text, is_special = _text(row, tokenizer)
             special += is_special
+            if is_special and leaves_out:
+                continue
         for name, part in (("prompt", text.prompt), ("response", text.response)):
             limit = getattr(limits, f"max_{name}_tokens")
             if len(part) > limit:
                 raise InputError(f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}")
         texts.append(text)
     if special:
-        print(f"{config.pretrain.answers}: {special:,} responses hold the text of a special token, which stays text")
+        then = "and are left out" if leaves_out else "which stays text"
+        print(f"{config.pretrain.answers}: {special:,} responses hold the text of a special token, {then}")
     endless, size = itertools.cycle(texts), config.grpo.prompts_per_step * config.grpo.group_size
     while True:
         wave = list(itertools.islice(endless, size))
         yield functools.partial(_padded, wave, rollout.plan.sequence_tokens, tokenizer.pad_id)
 
 
-def _text(row: DataRow, data: DataConfig, tokenizer: Tokenizer) -> tuple[TokenizedAnswer, bool]:
+def _text(row: DataRow, tokenizer: Tokenizer) -> tuple[TokenizedAnswer, bool]:
     """Return the text of a row without tokens, ended, and whether its response holds the text of a special token."""
     # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
     # responses.
-    if isinstance(read := row.content.get(data.prompt_key), str):
-        row = row._replace(content=row.content | {data.prompt_key: read_recorded(read, row.content, row.where)})
-    problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer=tokenizer)
-    special = holds_special(row.where, problem.answer, tokenizer, special_tokens=data.special_tokens)
+    if isinstance(read := row.content.get(PROMPT), str):
+        row = row._replace(content=row.content | {PROMPT: read_recorded(read, row.content, row.where)})
+    problem = parse_problem(row, Schema(PROMPT, RESPONSE), PromptFormat(), tokenizer=tokenizer)
+    special = holds_special(problem.answer, tokenizer)
     prompt = encode_row(row.where, problem.prompt, tokenizer.encode_prompt)
     answer = encode_row(row.where, problem.answer, tokenizer.encode)
     return TokenizedAnswer(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
 
 
-def recorded_text(row: DataRow, prompt_key: str, tokenizer: Tokenizer, *, vocab: int) -> TokenizedAnswer:
+def recorded_text(row: DataRow, tokenizer: Tokenizer, *, vocab: int) -> TokenizedAnswer:
     """Return the tokens of a row of rollouts, as they were: one that was cut has no end-of-text.
 
     Raises InputError for tokens that are not those of the row's response.
     """
     found = check(RecordedTokens, row.content, row.where)
-    prompt, tokens = row.content.get(prompt_key), found.tokens
+    prompt, tokens = row.content.get(PROMPT), found.tokens
     if not isinstance(prompt, str):
-        raise InputError(f"{row.where}: '{prompt_key}' must be text beside 'tokens'")
+        raise InputError(f"{row.where}: '{PROMPT}' must be text beside 'tokens'")
     if not tokens or max(tokens) >= vocab:
         raise InputError(f"{row.where}: 'tokens' must be ids below {vocab}, the policy's vocabulary, and at least one")
     written = [False] * len(tokens) if found.environment is None else found.environment

@@ -30,6 +30,7 @@ from specrl_jax.planning.plan import Plan
 from specrl_jax.planning.problems import Problems
 from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
+from specrl_jax.tasks.export import output_folder
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
@@ -41,10 +42,10 @@ LENGTH = "spec/acceptance_length"
 
 
 def run(config: Config, workdir: str) -> None:
-    """Train a draft on recorded features into `pretrain.output`. Raises InputError where that is policy.path."""
-    output = config.pretrain.output
+    """Train a draft on recorded features into `export.output`. Raises InputError where that is policy.path."""
+    output = output_folder(config, workdir)
     if config.policy.path and os.path.realpath(output) == os.path.realpath(config.policy.path):
-        raise InputError(f"pretrain.output={output}: it is policy.path, whose weights the draft would replace")
+        raise InputError(f"export.output={output}: it is policy.path, whose weights the draft would replace")
     with open_inputs(config, workdir, rewards=False) as inputs:
         learner, rollout = inputs.build()
         grpo, num_shards = learner.plan.config.grpo, learner.plan.learner_partition.num_shards("batch")
@@ -53,7 +54,7 @@ def run(config: Config, workdir: str) -> None:
                 f"grpo.prompts_per_step x grpo.group_size = {texts} texts at a time must divide by the {num_shards} "
                 "shards of rows"
             )
-        open_output("pretrain.output", output)
+        open_output("export.output", output)
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         draft_pretrain(
             learner, rollout, inputs.problems, state=initial_state(learner), workdir=workdir, stop=stop_on_signal()
@@ -71,7 +72,7 @@ def draft_pretrain(
 ) -> list[StepMetrics]:
     """Train the draft of `state` for at most `steps` updates on the features of `pretrain.rollouts` texts.
 
-    Write it to `pretrain.output`.
+    Write it to `export.output`.
 
     Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. Acceptance on validation
     prompts is measured every `eval.every` updates, since the loss may fall while acceptance already does too; the best
@@ -85,7 +86,7 @@ def draft_pretrain(
     plan, config = learner.plan, learner.plan.config
     assert plan.draft is not None and state.draft is not None  # `validate` refuses others
     weights, _ = prepare(learner, rollout, state)
-    output, dtype = config.pretrain.output, config.pretrain.dtype
+    output, dtype = output_folder(config, workdir), config.export.dtype
     kept = "the rollouts and their features are kept; the same command trains anew"
     with Display(config.steps, 0, stop) as display, contextlib.ExitStack() as says:
         says.enter_context(stopped_as(kept))
@@ -99,7 +100,7 @@ def draft_pretrain(
             state = choose_vocabulary(plan, state, store)
         data = batches(learner, rollout.tokenizer.pad_id, store)
         log, best, trained = train_draft(learner, rollout, problems, state=state, data=data, display=display)
-        stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), best)
+        stored = jax.tree.map(lambda w: w.astype(dtype).astype(jnp.float32), best)
         assert state.draft is not None
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, params=stored))
         plan.draft.save(output, stored, state.vocab_map, target=plan.model, dtype=dtype, target_path=config.policy.path)

@@ -38,7 +38,7 @@ def local(config: Config) -> tuple[Config, Mesh]:
     """
     # The shortest sequences, one on each device: nothing is generated, so neither slots nor pages must fit.
     shortest = {"rollout.max_prompt_tokens": 1, "rollout.max_response_tokens": 1, "rollout.cache_gb": 0.0}
-    shortest |= {"rollout.num_slots": jax.device_count(), "eval.max_response_tokens": 0, "draft.budget": 0}
+    shortest |= {"rollout.num_slots": jax.device_count(), "draft.budget": 0}
     config = dataclasses.replace(with_values(config, shortest), pipeline=PipelineConfig())
     try:
         return config, make_mesh(dataclasses.asdict(config.mesh))

@@ -1,7 +1,6 @@
 """Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out."""
 
 import dataclasses
-import functools
 import json
 import os
 import threading
@@ -44,10 +43,9 @@ def run(config: Config, workdir: str) -> None:
     says = stopped_as("nothing of a generation is kept; the same command starts anew")
     with open_inputs(config, workdir, train=False, rewards=False) as inputs, says:
         prompts = [problem.prompt for problem in inputs.problems.evaluation]
-        if config.generate.prompts:
-            found = functools.partial(holds_special, special_tokens=config.data.special_tokens)
-            if special := sum(found("generate.prompts", prompt, inputs.tokenizer) for prompt in prompts):
-                print(f"generate.prompts: {special} hold the text of a special token, which stays text")
+        special = sum(holds_special(prompt, inputs.tokenizer) for prompt in config.generate.prompts)
+        if special:
+            print(f"generate.prompts: {special} hold the text of a special token, which stays text")
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         learner, engines = inputs.build()
         generate(make_generator(learner, engines), prompts, inputs.config, workdir=workdir, stop=stop_on_signal())
@@ -209,7 +207,7 @@ def generate(
         on_progress(0, 0)
 
     generator.compile(on_program)
-    out = generator.generate(prompts, config.generate.samples, config.rollout.seed, on_progress=on_progress)
+    out = generator.generate(prompts, config.eval.samples, config.rollout.seed, on_progress=on_progress)
     path = os.path.join(workdir, "generations.jsonl")
     with open_written(path) as file:
         for i, prompt in enumerate(out.prompts):

@@ -34,6 +34,7 @@ from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import Partitioner
+from specrl_jax.tasks.export import output_folder
 from specrl_jax.training.build import build, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.initial import initial_state
@@ -43,10 +44,10 @@ SHORTEST = 256  # row, tokens
 
 
 def run(config: Config, workdir: str) -> None:
-    """Train a policy from random weights into `pretrain.output`."""
+    """Train a policy from random weights into `export.output`."""
     learner, rollout = build(config)
     try_workdir(workdir, dataclasses.asdict(config))
-    open_output("pretrain.output", config.pretrain.output)
+    open_output("export.output", output_folder(config, workdir))
     problems = load_problems(config, rollout.tokenizer)
     with make_scorer(config, problems.first_rows(rollout.tokenizer)) as scorer:
         open_workdir(workdir, dataclasses.asdict(config))
@@ -62,12 +63,13 @@ def pretrain(
     workdir: str,
     stop: threading.Event,
 ) -> list[dict[str, float]]:
-    """Train from random weights, and write `pretrain.output` as a Hugging Face folder.
+    """Train from random weights, and write `export.output` as a Hugging Face folder.
 
     Returns the log: loss in nats per response token every 50 steps, at the end eval/* of the weights as stored. It is
     written to log.jsonl in the workdir and beside the weights.
     """
     config, model = learner.plan.config, learner.plan.model
+    output, dtype = output_folder(config, workdir), config.export.dtype
     source = TaskSource(config.data.task, "train", config.seed, error_rate=config.pretrain.error_rate)
     stream = ProblemStream([source], config.pretrain.batch_size, config.seed)
     state = initial_state(learner).policy
@@ -84,15 +86,15 @@ def pretrain(
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
         log = log or [{"step": 0}]
-        stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), state.params)
+        stored = jax.tree.map(lambda w: w.astype(dtype).astype(jnp.float32), state.params)
         weights, _ = prepare(learner, rollout, RunState(dataclasses.replace(state, params=stored), None, None))
-        hf.save_params(config.pretrain.output, stored, model, dtype=config.pretrain.dtype)
-        write_log(log, workdir, config.pretrain.output)
-        with stopped_as(f"the policy is in {config.pretrain.output}; its evaluation is missing"):
+        hf.save_params(output, stored, model, dtype=dtype)
+        write_log(log, workdir, output)
+        with stopped_as(f"the policy is in {output}; its evaluation is missing"):
             log[-1] |= evaluation_metrics(
                 rollout, weights, problems, scorer=scorer, step=config.steps, workdir=workdir, display=display
             )
-    write_log(log, workdir, config.pretrain.output)
+    write_log(log, workdir, output)
     return log
 
 

@@ -90,19 +90,16 @@ def initial_weights(learner: Learner, rollout: RolloutEngines) -> Weights:
 
 
 def abstract_run_state(learner: Learner) -> RunState:
-    """Return ShapeDtypeStructs of the state as a checkpoint holds it: without `frozen`, and with the reference of the
-    KL term only where grpo.reference_every moves it.
-    """
+    """Return ShapeDtypeStructs of the state as a checkpoint holds it: without `frozen` and the KL term's reference."""
     plan, partition = learner.plan, learner.plan.learner_partition
     policy = abstract_state(learner.forward.trained_specs, learner.optimizer, partition)
-    reference = policy.params if plan.config.grpo.reference_every else None
     if plan.draft is None:
-        return RunState(policy, None, None, reference=reference)
+        return RunState(policy, None, None)
     draft = abstract_state(plan.draft.specs, learner.draft_optimizer, partition)
     if not plan.draft.has_vocab_map:
-        return RunState(policy, draft, None, reference=reference)
+        return RunState(policy, draft, None)
     ids = jax.ShapeDtypeStruct((plan.draft.vocab,), jnp.int32, sharding=partition.replicated)
-    return RunState(policy, draft, stand_in(ids), reference=reference)
+    return RunState(policy, draft, stand_in(ids))
 
 
 def abstract_frozen(learner: Learner) -> Params | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.agreement import named_files
 from specrl_jax.io.metrics import MetricsWriter, StepMetrics, read_metrics
@@ -69,7 +69,7 @@ def training_steps(
     )
     with run.display, contextlib.ExitStack() as ending:
         try:
-            with distributed.leave_with_others():
+            with coordinator.leave_with_others():
                 run.wait_for_workers()
                 if run.step < run.config.steps and jax.process_count() == 1:
                     ending.callback(run.compile_beside().close)
@@ -112,7 +112,7 @@ class _Run:
         grpo = self.config.grpo
         self.stream = self.problems.stream(1 if grpo.oversample else grpo.prompts_per_step)
         self.checkpoints = open_checkpoints(self.config, self.workdir)
-        with distributed.refused_together():  # before the checkpoint is: a damaged file is found before long work
+        with coordinator.refused_together():  # before the checkpoint is: a damaged file is found before long work
             written = read_metrics(self.workdir) if distributed.is_first_process() else []
         self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
         start = start_run(learner, rollout, self.checkpoints, stream=self.stream)
@@ -143,8 +143,9 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """Return whether the run ends with a comparison with plain decoding."""
-        return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
+        """Return whether the run ends with a comparison with plain decoding, which is of single turns."""
+        single = not self.config.environment.name
+        return bool(single and self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
     def compile_beside(self) -> Beside:
         """Begin to compile the learner's programs."""
@@ -166,7 +167,7 @@ class _Run:
     def open_pipeline(self) -> None:
         """Open the source of rollouts, with those that the checkpoint held."""
         # The display belongs to this thread.
-        synchronous = self.config.pipeline.mode == "sync"
+        synchronous = not self.config.pipeline.asynchronous
         on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
         generation = RolloutGenerator(
             self.rollout,
@@ -302,7 +303,7 @@ class _Run:
             host = self.replay.with_texts(host)
         if self.unfinished:
             host = host._replace(values=host.values | {"unfinished": self.unfinished})
-        state = saved_part(self.state, self.config)
+        state = saved_part(self.state)
         with self.devices:  # all devices take part when processes wait for each other here
             return save_good(
                 self.checkpoints, self.step, state, host=host, skipping=self.monitor.skipping, accuracy=accuracy

@@ -46,7 +46,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
         left = [result.produced.left[group[0]] for group in learner.plan.groups.groups]
         row |= {"rollout/carried": sum(one.carried for one in left)}
         row |= {"rollout/dropped_tokens": sum(one.dropped for one in left)}
-    if learner.plan.config.pipeline.weight_update == "exact":
+    if learner.plan.config.pipeline.schedule == "exact":
         row |= {"rollout/reverified": float(rollouts.total("reverified") / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, total=result.total)
     row["perf/weights_gb"] = result.weights_bytes / 1e9

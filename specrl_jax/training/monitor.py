@@ -20,6 +20,8 @@ UNSCORED, EQUAL, TRUNCATED, ENTROPY, GROWTH = 0.05, 0.9, 0.5, 0.1, 10.0
 WEIGHTS = 10.0
 # nats: two programs of one policy may differ by this in bfloat16, so growth below it is none.
 SMALL_KL = 1e-3
+# Updates in a row without a finite gradient that end a run.
+MOST_SKIPPED = 10
 # Weight of the newest step in the usual KL.
 PACE = 0.1
 
@@ -98,7 +100,6 @@ class Monitor:
 
     def __init__(self, plan: Plan, engine: Engine, host: HostState | None = None) -> None:
         values = host.values if host else {}
-        self._limit = plan.config.optimizer.max_skipped
         self.speculation = Speculation(plan, engine, HostState(values["speculation"], host.arrays) if host else None)
         self._alarms = Alarms(**values.get("alarms", {}))
         self._skipped = values.get("skipped", 0)
@@ -129,10 +130,10 @@ class Monitor:
         for update in skipped:
             self._skipped = self._skipped + 1 if update else 0
             most = max(most, self._skipped)
-        if self._limit and most >= self._limit:
+        if most >= MOST_SKIPPED:
             raise RunFailed(
-                f"step {row['step']}: {most} updates in a row had no finite loss or gradient "
-                f"(optimizer.max_skipped={self._limit}); {checkpoints.kept()}"
+                f"step {row['step']}: {most} updates in a row had no finite loss or gradient, at most "
+                f"{MOST_SKIPPED - 1} may; {checkpoints.kept()}"
             )
         shown = [f"{name} ({begun[name]})" if name in begun else name for name in self._alarms.on]
         return alarms, f"ALARM: {', '.join(shown)}" if shown else ""

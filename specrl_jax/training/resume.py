@@ -94,7 +94,7 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
         unfinished = host.values.get("unfinished", {})
         stream.position = prefetched.batches[-1].position if prefetched.batches else host.values["position"]
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
-    if plan.config.grpo.kl_coef and state.reference is None:
+    if plan.config.grpo.kl_coef:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
     monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
@@ -106,7 +106,6 @@ def _print_once(line: str) -> None:
         print(printable(line), flush=True)
 
 
-def saved_part(state: RunState, config: Config) -> RunState:
-    """Return what a checkpoint holds: without frozen weights and a first reference, which the config determines."""
-    reference = state.reference if config.grpo.reference_every else None
-    return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=None), reference=reference)
+def saved_part(state: RunState) -> RunState:
+    """Return what a checkpoint holds: without frozen weights and the reference, which the config determines."""
+    return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=None), reference=None)

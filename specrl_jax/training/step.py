@@ -1,11 +1,11 @@
 """One RL step: GRPO (DeepSeekMath, arXiv 2402.03300, Algorithm 1) on speculative rollouts, in five phases.
 
 Log-probs, ratio, KL and loss come from the policy's own forward. A draft with weights is trained in the train phase
-from the features of that forward, and nothing of it reaches the policy. Under `pipeline.mode=async` the phases data and
-generate of later steps run in a thread, beside the other phases of this one (rollout/pipeline.py).
+from the features of that forward, and nothing of it reaches the policy. Where rollouts are generated beside the
+learner, the phases data and generate of later steps run in a thread, beside the other phases of this one
+(rollout/pipeline.py).
 """
 
-import dataclasses
 import functools
 import threading
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from specrl_jax.rollout.speculation import Speculation
 from specrl_jax.sharding import bytes_on_devices
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import with_initial_draft
-from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, copy_params, update
+from specrl_jax.training.update import Compared, Updates, compare_experts, compute_loss_inputs, update
 
 
 class StepParts(NamedTuple):
@@ -78,7 +78,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
         del published  # in a synchronous run the rollout weights are gone before anything is learned
     leave_if(stop)
     with clock("generate"):
-        if replay and config.draft.replay_idle and trains_draft:
+        if replay and replay.idle and trains_draft:
             state, replayed = replay.learn(state, step, functools.partial(_waits, pipeline, step, stop))
         produced = pipeline.take(step)
     leave_if(stop)
@@ -86,7 +86,7 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
         generated = merge_rounds(produced.rounds)
         generated.scores.require_some(f"step {step}")
         training_batch = select_groups(generated, config.grpo)
-        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, drawn=learner.tells_drawn)
+        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing)
         inputs = compute_loss_inputs(learner, state, batch)
         compared = compare_experts(learner, state, batch)
     leave_if(stop)
@@ -95,9 +95,9 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
         state, updates = update(learner, state, batch.rows, inputs=inputs, train_draft=trains_draft)
         if replay:
             replay.add(batch.rows)
-            if trains_draft and not config.draft.replay_idle:
+            if trains_draft and not replay.idle:
                 state, replayed = replay.learn(state, step)
-        state = jax.block_until_ready(_with_replaced(learner, state, updates, step=step))
+        state = jax.block_until_ready(_with_replaced(learner, state, updates))
     result = StepResult(
         step,
         produced,
@@ -117,13 +117,12 @@ def train_step(parts: StepParts, state: RunState, *, step: int, clock: PhaseCloc
     return state, result
 
 
-def _with_replaced(learner: Learner, state: RunState, updates: Updates, *, step: int) -> RunState:
-    """Return the state with a new draft where the old one is not finite, and a new reference where one is due."""
+def _with_replaced(learner: Learner, state: RunState, updates: Updates) -> RunState:
+    """Return the state with a new draft where the old one is not finite."""
     if updates.diagnostics is not None and not updates.diagnostics.finite:
         # No update makes it finite again. The alarm says so (rollout/speculation.py).
         state = with_initial_draft(learner, state)
-    every = learner.plan.config.grpo.reference_every
-    return dataclasses.replace(state, reference=copy_params(state.policy)) if every and step % every == 0 else state
+    return state
 
 
 def _waits(pipeline: Pipeline, step: int, stop: threading.Event) -> bool:

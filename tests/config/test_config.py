@@ -3,34 +3,38 @@
 import importlib
 import operator
 import pathlib
+import re
 
 import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax.config import Config, base, from_config_dict, recipes
 from specrl_jax.config.page import page
-from specrl_jax.config.schema import keys
+from specrl_jax.config.renamed import RENAMED
+from specrl_jax.config.schema import build, keys
 from specrl_jax.config.validate import validate
 from specrl_jax.data.schemas import SCHEMAS
 from specrl_jax.data.tasks import TASKS
 from specrl_jax.decoding.sampling import RULES
+from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, MAX_MATCH
 from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.errors import InputError
 from specrl_jax.learner.optimizer import OPTIMIZERS
 from specrl_jax.models.attention import ATTENTION
 from specrl_jax.models.decoder import PRESETS
-from specrl_jax.models.lora import EQUATIONS
 from specrl_jax.rewards.worker import NAMES
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.aggregation import AGGREGATIONS
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.importance_sampling import CORRECTIONS
-from specrl_jax.rl.objectives import KL_ESTIMATORS, OLD_LOGPROBS, SURROGATES
+from specrl_jax.rl.objectives import OLD_LOGPROBS, SURROGATES
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEYS = {key.name: key for key in keys(Config)}
 CONFIGS = recipes.names()
+SECTIONS = "|".join(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
+FILES = {"config.json"}  # which look like keys
 
 
 @pytest.mark.parametrize(
@@ -39,17 +43,14 @@ CONFIGS = recipes.names()
         ("policy.preset", ["", *PRESETS]),
         ("draft.preset", ["", *PRESETS]),
         ("policy.attention", ["auto", *ATTENTION]),
-        ("policy.lora_targets", EQUATIONS),
         ("draft.kind", [*KINDS, "auto"]),
         ("draft.dialect", ["", *dict.fromkeys(name for kind in KINDS.values() for name in kind.formats)]),
         ("draft.loss", LOSSES),
-        ("draft.optimizer", OPTIMIZERS),
         ("optimizer.name", OPTIMIZERS),
         ("rollout.rule", RULES),
         ("grpo.advantage", ADVANTAGES),
         ("grpo.loss", SURROGATES),
         ("grpo.aggregation", AGGREGATIONS),
-        ("grpo.kl", KL_ESTIMATORS),
         ("grpo.old_logprobs", OLD_LOGPROBS),
         ("grpo.correction", CORRECTIONS),
         ("data.task", TASKS),
@@ -62,12 +63,17 @@ def test_the_choices_of_a_key_are_the_librarys(key, table):
 
 
 def test_the_longest_match_is_the_librarys():
-    assert KEYS["draft.match_max"].high == MAX_MATCH
+    assert KEYS["draft.cascade"].high == MAX_MATCH == DraftOptions("ngram").match_max
 
 
 def test_help_texts_name_every_built_in_reward_and_schema():
     assert all(name in KEYS["reward.name"].help for name in NAMES)
     assert all(name in KEYS["data.schema"].help for name in SCHEMAS)
+
+
+def test_there_are_few_keys():
+    """A new one takes the place of another, or is a table's constant until somebody sets it."""
+    assert len(KEYS) <= 140
 
 
 def test_every_number_has_a_lower_and_an_upper_bound():
@@ -90,7 +96,7 @@ def test_the_committed_page_is_current():
 def test_no_key_has_the_name_of_what_a_config_dict_does():
     """The command line would find the method in its place."""
     names = {name for key in KEYS for name in key.split(".")}
-    assert "weight_update" in names and not [name for name in names if hasattr(ConfigDict, name)]
+    assert "schedule" in names and not [name for name in names if hasattr(ConfigDict, name)]
 
 
 def test_a_missing_or_unknown_key_is_refused():
@@ -106,6 +112,27 @@ def test_a_missing_or_unknown_key_is_refused():
         del c.grpo.minibatches
     with pytest.raises(InputError, match=r"grpo\.minibatches"):
         from_config_dict(c)
+
+
+def test_the_changelog_and_the_page_have_every_old_name():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^\| ([a-z_]+\.[a-z_]+) \| (.*) \|$", changes, re.M) == list(RENAMED.items())
+    assert all(f"- {old}: {now}\n" in page() for old, now in RENAMED.items())
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_of_an_earlier_version_is_refused_with_what_to_write_now(old):
+    section, _, name = old.rpartition(".")
+    assert old not in KEYS and set(re.findall(rf"\b(?:{SECTIONS})\.[a-z_]+", RENAMED[old])) <= {*KEYS, *FILES}
+    said = re.escape(f"there is no key '{old}' any more: {RENAMED[old]}")
+    keys = base()[section] if section else base()
+    for use in (lambda: setattr(keys, name, 1), lambda: getattr(keys, name)):
+        with pytest.raises(AttributeError, match=said):
+            use()
+    with keys.unlocked():
+        keys[name] = 1
+    with pytest.raises(InputError, match=said):
+        build(Config, {**base().to_dict(), section: keys.to_dict()})
 
 
 def variants():
@@ -137,7 +164,7 @@ def test_an_unknown_variant_is_refused(name):
     [
         ("pretrain_tiny", "optimizer.decay_steps", "steps"),
         ("draft_tiny", "draft.decay_steps", "steps"),
-        ("generate", "grpo.group_size", "generate.samples"),
+        ("generate", "grpo.group_size", "eval.samples"),
     ],
 )
 def test_a_reference_goes_one_way(config, key, follows):

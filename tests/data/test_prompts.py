@@ -306,15 +306,16 @@ def test_a_system_message_and_braces_of_a_prompt_stay():
 
 
 def test_schemas_are_found_one_for_all_or_one_each():
-    assert find_schemas("", PLAIN, 2, key="k") == [PLAIN, PLAIN]
-    assert find_schemas("math", PLAIN, 2, key="k") == [SCHEMAS["math"]] * 2
-    assert find_schemas("math,,gsm8k", PLAIN, 3, key="k") == [SCHEMAS["math"], PLAIN, SCHEMAS["gsm8k"]]
+    assert find_schemas("", 2, key="k") == [PLAIN, PLAIN]
+    assert find_schemas("math", 2, key="k") == [SCHEMAS["math"]] * 2
+    assert find_schemas("math,,gsm8k", 3, key="k") == [SCHEMAS["math"], PLAIN, SCHEMAS["gsm8k"]]
+    assert find_schemas("q:a.b", 1, key="k") == [Schema("q", "a.b")]
     with pytest.raises(InputError, match="k: no schema 'x'"):
-        find_schemas("x", PLAIN, 1, key="k")
+        find_schemas("x", 1, key="k")
     with pytest.raises(InputError, match="one for each of the 3 files"):
-        find_schemas("math,dapo", PLAIN, 3, key="k")
+        find_schemas("math,dapo", 3, key="k")
     with pytest.raises(InputError, match=r"k=math,auto: .*name the schema"):
-        find_schemas("math,auto", PLAIN, 2, key="k")
+        find_schemas("math,auto", 2, key="k")
 
 
 # ---- Parquet

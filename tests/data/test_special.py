@@ -162,17 +162,16 @@ def read(path, tokenizer, **options):
     return Reader(tokenizer, PromptFormat(chat=True), 200, **options).read(str(path), Schema("prompt", "answer"))
 
 
-def test_such_rows_are_counted_or_refused_by_line(tokenizer, tmp_path):
+def test_such_rows_are_counted_or_left_out(tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
     prompts = ["1", HOSTILE, [{"role": "user", "content": "a<|im_start|>"}], "2"]
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": "3"}) + "\n" for prompt in prompts))
     problems, counts = read(path, tokenizer)
     assert counts.special == 2 and "2 hold the text of a special token, which stays text" in counts.line("f")
     assert len({len(controls(tokenizer.encode(problem.prompt))) for problem in problems}) == 1
-    with pytest.raises(InputError, match=r"data\.jsonl:2: holds the special token '<\|im_end\|>'; data\.spec"):
-        read(path, tokenizer, special_tokens="refuse")
-    _, counts = read(path, tokenizer, special_tokens="refuse", skip_malformed=True)
-    assert (counts.kept, counts.malformed, counts.special) == (2, 2, 0)
+    _, counts = read(path, tokenizer, skip_special=True)
+    assert (counts.kept, counts.malformed, counts.special, counts.control) == (2, 0, 0, 2)
+    assert "2 of 4 prompts" in counts.line("f") and "2 with a special token" in counts.line("f")
 
 
 def test_a_prompt_keeps_its_places_through_copies_and_files(tokenizer):
@@ -192,9 +191,9 @@ def test_places_that_cannot_be_are_named(spans):
         read_recorded("prompt", {"prompt_literal": spans}, "f:1")
 
 
-def answers(path, tokenizer, special_tokens="text"):
+def answers(path, tokenizer, skip=()):
     """The texts of pretrain.answers, as the draft's training reads them."""
-    config = Config(data=DataConfig(special_tokens=special_tokens), pretrain=PretrainConfig(answers=str(path)))
+    config = Config(data=DataConfig(skip=skip), pretrain=PretrainConfig(answers=str(path)))
     config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, prompts_per_step=1, group_size=3))
     limits = types.SimpleNamespace(max_prompt_tokens=200, max_response_tokens=200)
     plan = types.SimpleNamespace(config=config, sequence_tokens=400)
@@ -219,5 +218,5 @@ def test_rollouts_that_are_read_again_have_the_ids_that_the_policy_saw(tokenizer
     ]
     assert controls(found[2][1]) == [302]
     assert "1 responses hold the text of a special token" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"answers\.jsonl:3: holds the special token"):
-        answers(path, tokenizer, "refuse")
+    assert answers(path, tokenizer, ("special",)) == [*found[:2], found[0]]
+    assert "1 responses hold the text of a special token, and are left out" in capsys.readouterr().out

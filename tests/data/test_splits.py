@@ -5,11 +5,9 @@ import pyarrow.parquet
 import pytest
 
 from specrl_jax.data.files import read_rows
-from specrl_jax.data.schemas import KEYS, Schema, detect_schema
+from specrl_jax.data.schemas import PLAIN, detect_schema
 from specrl_jax.data.splits import data_files, own_validation
 from specrl_jax.errors import InputError
-
-PLAIN = Schema("prompt", "answer")
 
 
 @pytest.fixture
@@ -92,7 +90,7 @@ def test_the_id_of_a_data_set_is_answered_with_its_download(path, said):
 @pytest.mark.parametrize(
     ("row", "name"),
     [
-        ('{"prompt": "1+1", "answer": "2"}', KEYS),
+        ('{"prompt": "1+1", "answer": "2"}', PLAIN),
         ('{"question": "1+1", "answer": "so\\n#### 2"}', "gsm8k"),
         ('{"question": "1+1", "answer": "2"}', "question"),
         ('{"problem": "1+1", "answer": 2, "solution": "so"}', "math"),
@@ -102,11 +100,10 @@ def test_the_id_of_a_data_set_is_answered_with_its_download(path, said):
 )
 def test_the_schema_of_the_first_row(tmp_path, row, name):
     (tmp_path / "a.jsonl").write_text(row + "\n")
-    assert detect_schema(str(tmp_path / "a.jsonl"), PLAIN, "data.path") == name
+    assert detect_schema(str(tmp_path / "a.jsonl"), "data.path") == name
 
 
 def test_columns_of_no_schema_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"input": "1+1", "output": "2"}\n')
-    with pytest.raises(InputError, match=r"a.jsonl:1: .* there are input, output; .*data.prompt_key"):
-        detect_schema(str(tmp_path / "a.jsonl"), PLAIN, "data.path")
-    assert detect_schema(str(tmp_path / "a.jsonl"), Schema("input", "output"), "data.path") == KEYS
+    with pytest.raises(InputError, match=r"a.jsonl:1: .* there are input, output; .*data.schema=PROMPT:ANSWER"):
+        detect_schema(str(tmp_path / "a.jsonl"), "data.path")

@@ -1,6 +1,6 @@
 """The bytes of an engine's buffers are those of the docstrings' formulas.
 
-These are in models/cache.py (KVCache), drafts/recurrent/recurrent_network.py (DraftCache) and decoding/lookup_cache.py.
+These are in models/cache.py (KVCache), drafts/head.py (HeadCache) and decoding/lookup_cache.py.
 """
 
 import functools
@@ -13,9 +13,9 @@ from experiments.engine import bench
 from specrl_jax.decoding.refill import empty_slots
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.models import decoder
 from specrl_jax.rollout.inference_engine import InferenceConfig
 from specrl_jax.sharding import ROLLOUT, partitioner

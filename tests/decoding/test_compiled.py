@@ -222,7 +222,7 @@ def bytes_of(tree):
 
 
 def draft_bytes(kind):
-    """Per token of the slots: 2 K H + D numbers of drafts.recurrent.recurrent_network.DraftCache."""
+    """Per token of the slots: 2 K H + D numbers of drafts.head.HeadCache."""
     return 0 if kind == "none" else 4 * (2 * MODEL.kv_heads * MODEL.head_dim + MODEL.embed)
 
 

@@ -16,13 +16,11 @@ from specrl_jax.decoding.features.reverify import Reverification
 from specrl_jax.decoding.programs import PREEMPTION, Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import block, eagle3, peagle
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.block import block_network as block
-from specrl_jax.drafts.block.block_draft import BlockDraft
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.peagle import peagle_network as peagle
-from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.block import BlockDraft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.peagle import PEagleDraft
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import decoder
 from specrl_jax.rollout.inference_engine import LEAST_TOKENS, InferenceConfig, make_rollout_engine

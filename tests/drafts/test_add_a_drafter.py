@@ -95,3 +95,17 @@ def test_the_drafter_with_weights_is_trained_loaded_and_saved(kind, tmp_path, pa
     outputs, lm_head = draft.unrolled(params, inputs, partition)
     np.testing.assert_array_equal(outputs[1, 0, 0], params["embed"][7])
     assert lm_head is params["unembed"]
+
+
+def test_a_reduced_vocabulary_is_saved_with_the_drafter(tmp_path, monkeypatch):
+    module = module_of("bigram", monkeypatch)
+    model, ids = rollouts.MODEL, np.array([7, 2, 90], np.int32)
+
+    class Reduced(module.BigramDraft):
+        has_vocab_map = True
+        vocab = len(ids)
+
+    draft = Reduced(model)
+    draft.save(str(tmp_path), init_params(jax.random.key(0), draft.specs), ids, target=model, dtype="float32")
+    np.testing.assert_array_equal(draft.load_vocab_map(str(tmp_path), model), ids)
+    np.testing.assert_array_equal(draft.load_vocab_map("", model), [0, 1, 2])

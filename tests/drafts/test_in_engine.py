@@ -24,16 +24,12 @@ from specrl_jax.decoding.requests import CallOptions, Requests
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import block, eagle3, mtp, peagle
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables, confidence_logits
-from specrl_jax.drafts.block import block_network as block
-from specrl_jax.drafts.block.block_draft import BlockDraft
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.mtp import mtp_network as mtp
-from specrl_jax.drafts.mtp.mtp_checkpoint import FORMATS
-from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
-from specrl_jax.drafts.peagle import peagle_network as peagle
-from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.block import BlockDraft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.mtp import MTPDraft
+from specrl_jax.drafts.peagle import PEagleDraft
 from specrl_jax.drafts.small_model import SmallModelDraft
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
@@ -58,7 +54,7 @@ MODELS["eagle3"] = decoder.preset("nano_deep")
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
-    "mimo": MTPDraft(FORMATS["mimo"].config(MODELS["mimo"]), "mimo"),
+    "mimo": MTPDraft(mtp.mtp_config(MODELS["mimo"], "mimo"), "mimo"),
     "peagle": PEagleDraft(peagle.peagle_config(MODELS["peagle"], 2, len(VOCAB_MAP))),
     # Blocks of more slots than are drafted, and of as many.
     "dspark": BlockDraft(
@@ -330,13 +326,10 @@ def entries_from_scratch(kind, tokens):
     )
     if kind in BLOCKS:
         config = DRAFTS[kind].config
-        context, angles = block.context(draft, config, out.aux), config.angles(at)
+        context, angles = DRAFTS[kind].context(draft, out.aux), config.angles(at)
         layers = [jax.tree.map(lambda w, i=i: w[i], draft["layers"]) for i in range(config.layers)]
-        return [np.asarray(x) for w in layers for x in block.keys_values(w, config, context, angles=angles)]
-    if kind in ("mtp", "mimo"):
-        hidden = DRAFTS[kind].hidden_states(draft, out.aux, out.hidden)
-    else:
-        hidden = eagle3.first_hidden(draft, DRAFTS[kind].config, out.aux)
+        return [np.asarray(x) for w in layers for x in DRAFTS[kind].keys_values(w, context, angles=angles)]
+    hidden = DRAFTS[kind].hidden_states(draft, out.aux, out.hidden)
     embedded = policy["embed"][following]
     if kind in ("mtp", "mimo"):
         pairs, empty = Paging(table, at), DRAFTS[kind].init_cache(shape)
@@ -350,13 +343,10 @@ def entries_from_scratch(kind, tokens):
         kept.extend([np.asarray(k), np.asarray(v)])
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
-    if kind == "peagle":
-        config = DRAFTS[kind].config
-        peagle.hidden_states(
-            draft, config, hidden, embedded=embedded, angles=config.angles(at), attends=[attend] * config.layers
-        )
-        return kept
-    eagle3.layer(draft, HEAD, hidden, embedded=embedded, angles=HEAD.angles(at), attend=attend)
+    head, angles = DRAFTS[kind], DRAFTS[kind].config.angles(at)
+    a = head.layer(draft, hidden, embedded, angles=angles, attend=attend)
+    for w in head.deeper_layers(draft) if kind == "peagle" else ():
+        a, _ = decoder.layer(a, w, head.config.block, angles=angles, attend=attend)
     return kept
 
 
@@ -499,7 +489,7 @@ def test_a_head_that_drafts_nothing_changes_no_bit_and_what_it_reads_is_kept():
     kept = by_position(slots.cache.draft.hidden, slots.table.read, tokens.shape[1])
     run = compiled(MODELS["eagle3"], LEARNS, aux_layers=HEAD.aux_layers, return_logits=False)
     true = run(params_of("eagle3")[0], jnp.asarray(tokens), row_positions(tokens)).aux
-    true = np.asarray(eagle3.first_hidden(weights_of("eagle3").draft, HEAD, true))
+    true = np.asarray(EAGLE3.hidden_states(weights_of("eagle3").draft, true, true))
     np.testing.assert_allclose(kept[been], true[been], rtol=1e-4, atol=ATOL)
 
 

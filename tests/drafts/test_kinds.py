@@ -16,12 +16,10 @@ import safetensors.numpy
 from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts import kinds
+from specrl_jax.drafts import eagle3, kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts.formats import FORMATS
 from specrl_jax.drafts.kinds import check_options, make_method
-from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
@@ -29,6 +27,7 @@ from specrl_jax.models.cache import Paging, write_tokens
 from specrl_jax.models.rotary import Rope
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import own_pages
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.runs import ROOT
 
@@ -48,7 +47,7 @@ def saved(tmp_path_factory):
     for i, name in enumerate(VARIANTS):
         head = dataclasses.replace(HEAD, **VARIANTS[name])
         dialect = list(DIALECTS)[i % len(DIALECTS)]
-        eagle3_formats.save(
+        EAGLE3_FOLDERS.save(
             str(folder / name), random_params(head), IDS, config=head, target=TARGET, dtype="float32", dialect=dialect
         )
     return folder
@@ -82,7 +81,7 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     config = DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), partition=one_device())
     drafter = draft.drafter(config)
     likeliest = draft.drafter(dataclasses.replace(config, sampling=Sampling(1.0), argmax=True))
-    hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
+    hidden = draft.hidden_states(weights.draft, jnp.array(features), jnp.array(features))
     shape, pages = own_pages(2, S)
     cache, everywhere = draft.init_cache(shape), Paging(pages, jnp.broadcast_to(jnp.arange(S), (2, S)))
     cache = cache._replace(hidden=write_tokens(cache.hidden, everywhere, hidden, partition=one_device()))
@@ -123,7 +122,7 @@ def test_a_run_saves_in_draft_dialect(dialect, layer, saved, tmp_path, partition
         assert f"{layer}hidden_norm.weight" in safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
         assert ("speculators_model_type" in json.loads(config)) == (dialect == "speculators")
         assert ("my/policy" in config) == (dialect == "speculators")
-        assert eagle3_formats.load_config(str(tmp_path / name), TARGET) == draft.config
+        assert EAGLE3_FOLDERS.load_config(str(tmp_path / name), TARGET) == draft.config
 
 
 @pytest.mark.parametrize(("dialect", "prefix"), [("", "model.layers."), ("mimo", "model.mtp_layers.")])
@@ -150,17 +149,15 @@ def test_none_switches_off_whatever_the_config_would_draft_with():
         ({"kind": "mtp", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=mtp", "deepseek, mimo"]),
         ({"kind": "model", "dialect": "vllm"}, ["draft.dialect", "'vllm'", "draft.kind=model", "leave ''"]),
         ({"kind": "ngram", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=ngram", "leave ''"]),
-        ({"kind": "ngram", "path": "a/head"}, ["draft.path=a/head", "draft.kind=ngram", "leave ''"]),
-        ({"kind": "self", "path": "a/policy"}, ["draft.path=a/policy", "draft.kind=self", "leave ''"]),
+        ({"kind": "ngram", "path": "a/head"}, ["draft.path=a/head", "draft.kind=ngram", "leave it out"]),
+        ({"kind": "self", "path": "a/policy"}, ["draft.path=a/policy", "draft.kind=self", "leave it out"]),
         ({"kind": "suffix", "cascade": 3}, ["draft.cascade=3", "draft.kind=suffix"]),
         ({"kind": "model"}, ["draft.kind=model", "draft.path", "draft.preset"]),
-        ({"kind": "model", "path": "a/b", "preset": "nano"}, ["draft.preset=nano", "without draft.path", "leave ''"]),
-        ({"kind": "mtp", "preset": "nano"}, ["draft.preset=nano", "draft.kind=model", "leave ''"]),
-        ({"kind": "ngram", "match_max": 9}, ["draft.match_max=9", "8"]),
-        ({"kind": "ngram", "match_min": 0}, ["draft.match_min=0", "1 to draft.match_max=8"]),
-        ({"kind": "ngram", "match_min": 5, "match_max": 4}, ["draft.match_min=5", "1 to draft.match_max=4"]),
-        ({"kind": "eagle3", "cascade": -1}, ["draft.cascade=-1", "1 to draft.match_max=8"]),
-        ({"kind": "eagle3", "cascade": 5, "match_max": 4}, ["draft.cascade=5", "1 to draft.match_max=4"]),
+        (
+            {"kind": "model", "path": "a/b", "preset": "nano"},
+            ["draft.preset='nano'", "without draft.path", "draft.path='a/b'"],
+        ),
+        ({"kind": "mtp", "preset": "nano"}, ["draft.preset='nano'", "draft.kind=model", "this is draft.kind=mtp"]),
     ],
     ids=str,
 )
@@ -200,8 +197,10 @@ def test_which_methods_copy_from_other_rollouts(options, expected):
 
 def test_the_table_lists_the_formats_that_checkpoints_have():
     """It repeats their names, since it imports no jax."""
-    assert kinds.KINDS["eagle3"].formats == tuple(eagle3_formats.FORMATS)
-    assert kinds.KINDS["mtp"].formats == tuple(mtp_formats.FORMATS)
+    for kind in ("eagle3", "peagle", "mtp"):
+        assert kinds.KINDS[kind].formats == tuple(FORMATS[kind].named)
+    both = [*kinds.KINDS["dspark"].formats, *kinds.KINDS["dflash"].formats]
+    assert FORMATS["dspark"] is FORMATS["dflash"] and set(both) == set(FORMATS["dspark"].named)
 
 
 def test_the_table_imports_no_jax():

@@ -11,12 +11,11 @@ import safetensors.numpy
 
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
+from specrl_jax.drafts import block, peagle
 from specrl_jax.drafts.base import DraftInputs, DraftOptions, TargetTables, confidence_logits
-from specrl_jax.drafts.block import block_network as block
-from specrl_jax.drafts.block.block_draft import BlockDraft
+from specrl_jax.drafts.block import BlockDraft
 from specrl_jax.drafts.kinds import make_method
-from specrl_jax.drafts.peagle import peagle_network as peagle
-from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.peagle import PEagleDraft
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import decoder

@@ -106,8 +106,8 @@ def test_the_phases_are_those_of_a_step(phases):
 
 
 EARLIER, ANSWERS, AGAIN = "generate: chunk of earlier tokens", "generate: extension", "features for the draft"
-EXACT = {"pipeline.weight_update": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"}
-CARRY = {"grpo.oversample": 1, "rollout.carry": 4, "grpo.correction": "token_truncate"}
+EXACT = {"pipeline.schedule": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"}
+CARRY = {"grpo.oversample": 1, "pipeline.schedule": "partial", "grpo.correction": "token_truncate"}
 ENVIRONMENT = {"environment.name": "calculator", "draft.compare_rounds": 0}
 
 
@@ -245,11 +245,12 @@ def test_quantised_weights_are_counted(plan, phases):
 def test_few_layers_extend_to_all(plan, monkeypatch):
     """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal."""
     whole = run.with_layers(plan, 10)
-    config = dataclasses.replace(whole.config, dry_run=dataclasses.replace(whole.config.dry_run, layers=7))
     names = ("prepare", "generate: plain chunk")
     monkeypatch.setattr(run, "find_phases", lambda s: [p for p in find_phases(s) if p.name in names])
-    extended = run.measure_all(dataclasses.replace(whole, config=config), exact=True)
     compiled = run.measure_all(whole, exact=True)
+    monkeypatch.setattr(run, "DEEP", 9)
+    monkeypatch.setattr(run, "COMPILED", 7)
+    extended = run.measure_all(whole, exact=True)
     assert [m.name for m in compiled] == list(names)
     for found, expected in zip(extended, compiled):
         assert found.extended and not expected.extended

@@ -65,14 +65,13 @@ def test_the_largest_part_is_what_should_shrink(phase, words):
     assert words in fit(phase).suggestion
 
 
-def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
+def test_temporaries_shrink_by_rematerialisation_then_microbatches():
     policy, grpo = CONFIG.policy, CONFIG.grpo
     steps = [
         ({"policy": dataclasses.replace(policy, remat="none")}, "policy.remat=full"),
         ({"policy": dataclasses.replace(policy, remat="selective")}, "policy.remat=full"),
         ({"grpo": dataclasses.replace(grpo, microbatch_tokens=0)}, "grpo.microbatch_tokens=81920"),
         ({"grpo": dataclasses.replace(grpo, microbatch_tokens=163_840)}, "grpo.microbatch_tokens=81920"),
-        ({"policy": dataclasses.replace(policy, vocab_tile=0)}, "policy.vocab_tile"),
     ]
     for changes, words in steps:
         assert words in fit(memory(temporaries=99), config=dataclasses.replace(CONFIG, **changes)).suggestion

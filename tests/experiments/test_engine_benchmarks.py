@@ -14,8 +14,8 @@ from experiments.engine import bench, block_gain, controller, cost_parts, costs,
 from specrl_jax.decoding.draft_lengths import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts import eagle3
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import decoder

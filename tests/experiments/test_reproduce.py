@@ -64,7 +64,7 @@ def test_the_policies_of_the_rooms_are_made_in_a_chain_for_each_seed(tmp_path, m
             # What a command starts from was made by one before it.
             assert {word.split("=")[1] for word in text.split() if "policy.path=" in word} <= made
             assert f"--config.seed={seed} " in text
-            made.add(text.split("pretrain.output=")[1].split()[0])
+            made.add(text.split("export.output=")[1].split()[0])
         assert made == {f"runs/{name}_{seed}" for name in ROOMS_FOLDERS}
     (tmp_path / "runs/recite_1").mkdir(parents=True)
     (tmp_path / "runs/recite_1/config.json").write_text("{}")

@@ -123,7 +123,7 @@ def test_a_finished_run_is_read(tmp_path):
 
 # Part of a step -> the call that begins it in step 7, as the library makes it: arguments, and those by keyword.
 CALLS = {
-    "generation": ((None, [], None), {"grpo": None, "step": 7}),
+    "generation": ((None, 7, [], None), {"newer": None}),
     "learning": ((None, SimpleNamespace(policy=SimpleNamespace(step=6)), None), {"inputs": None, "train_draft": True}),
     "save": ((None, 7, None, None), {"accuracy": None}),
     "between": ((None, 7, "note", 0.0), {"ahead": 0.0}),

@@ -6,13 +6,13 @@ import pathlib
 import numpy as np
 import pytest
 
-from configs import rlzero_8b
 from experiments.engine.bench import read_rows
 from experiments.scale_projection import apart, grid, large, ours, paper, public, score, updates
 from experiments.scale_projection.calibrate import errors
 from experiments.simulator.command import MEAN_SHARE
 from experiments.simulator.hardware import ENGINES, HARDWARE
 from experiments.simulator.scenario import points
+from specrl_jax.planning.plan import SIZES
 
 HERE = pathlib.Path(__file__).parents[2] / "experiments/scale_projection"
 
@@ -29,8 +29,7 @@ def off(rows):
 def test_the_simulators_fused_engine_is_our_measured_one():
     """Seconds per host synchronisation, fitted to our rollouts, over the iterations of a chunk in the large configs."""
     kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "rollouts"}
-    chunk = rlzero_8b.get_config().rollout.chunk
-    assert ENGINES["fused"].host_seconds == pytest.approx(kept["chunk_seconds"] / chunk, rel=0.01)
+    assert ENGINES["fused"].host_seconds == pytest.approx(kept["chunk_seconds"] / SIZES["accelerator"].chunk, rel=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -20,19 +20,20 @@ RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--confi
 RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
 SMALL = ["--config.policy.preset=nano", "--config.draft.kind=mtp"]
 STEPS = 5
-ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
+ASYNC = ("pipeline.schedule=async", "pipeline.rollout_devices=2")
 AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
 # These depend on the clock and on memory, or are differences of numbers that are equal but for rounding.
 NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "rollout_vs_learner/")
 
 
-def run(folder, count, devices, *more, config=RUN[1]):
-    """Return the metrics rows of a run of `count` processes."""
+def run(folder, count, devices, *more, config=RUN[1], sizes=""):
+    """Return the metrics rows of a run of `count` processes, whose engines have `sizes` (engine_sizes.py)."""
     started = start(
         ["--config", str(config), *RUN[2:], "--workdir", str(folder), f"--config.steps={STEPS}", *more],
         count,
         devices,
         folder,
+        sizes=sizes,
     )
     try:
         assert [process.wait(timeout=600) for process in started] == [0] * count, output(folder)
@@ -42,7 +43,7 @@ def run(folder, count, devices, *more, config=RUN[1]):
     return read_metrics(str(folder))
 
 
-def start(arguments, processes, devices, logs, own=None):
+def start(arguments, processes, devices, logs, own=None, sizes=""):
     """Start the processes; their output goes to logs/output_I.log. One process alone joins no others.
 
     Args:
@@ -59,7 +60,8 @@ def start(arguments, processes, devices, logs, own=None):
             environment |= {"JAX_COORDINATOR_ADDRESS": address}
             environment |= {"JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(i)}
         with open(pathlib.Path(logs) / f"output_{i}.log", "w") as log:
-            command = [sys.executable, "main.py", *arguments, *(own[i] if own else ())]
+            program = ["-m", "tests.helpers.engine_sizes", sizes] if sizes else ["main.py"]
+            command = [sys.executable, *program, *arguments, *(own[i] if own else ())]
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     return started
 

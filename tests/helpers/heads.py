@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
+from specrl_jax.drafts import eagle3
 from specrl_jax.models.rotary import Rope, Yarn
 from tests.helpers.policies import turned
 
@@ -31,7 +31,7 @@ def random_params(config, seed=0, dtype=np.float32):
             return rng.uniform(0.5, 1.5, spec.shape).astype(jnp.dtype(dtype))
         return (rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed))).astype(jnp.dtype(dtype))
 
-    return jax.tree.map(draw, eagle3.param_specs(config))
+    return jax.tree.map(draw, eagle3.Eagle3Draft(config).specs)
 
 
 def drawn_params(specs, seed=1):

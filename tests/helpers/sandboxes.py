@@ -22,7 +22,7 @@ LOCAL = ("bubblewrap", "landlock")
 @functools.cache
 def _found(mechanism):
     try:
-        return choose(mechanism, "", "", limits=LIMITS), ""
+        return choose(mechanism, "", limits=LIMITS), ""
     except InputError as error:
         return None, str(error)
 

@@ -67,11 +67,14 @@ def changed(config, **changes):
     return config
 
 
-def make_run(config, mesh=None, scorer=None, **changes):
-    """Build a run of a ConfigDict with section__key=value changed; the mesh is one device unless given."""
+def make_run(config, mesh=None, scorer=None, model=None, **changes):
+    """Build a run of a ConfigDict with section__key=value changed.
+
+    The mesh is one device unless given, the policy's sizes are the config's.
+    """
     config = from_config_dict(changed(config, **changes))
     mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    plan = make_plan(config, mesh)
+    plan = make_plan(config, mesh, model)
     rollout = make_rollout(plan)
     problems = load_problems(config, rollout.tokenizer)
     scorer = scorer or make_scorer(config, problems.first_rows(rollout.tokenizer))

@@ -281,7 +281,7 @@ def test_greedy_answers_with_drafts_are_those_of_transformers(name, tmp_path):
     prompts = ["".join(rng.choice(list("0123456789+-="), 8)) for _ in range(20)]
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
     rollout = RolloutConfig(max_prompt_tokens=8, max_response_tokens=40, num_slots=20, temperature=0.0)
-    draft = DraftConfig(kind="ngram", length=3, adaptive=False, match_min=1)
+    draft = DraftConfig(kind="ngram", length=3, adaptive=False)
     generator = load_generator(folder, draft, rollout, mesh=mesh, tokenizer="char")
     out = generator.generate(prompts, samples=1, seed=0)
     assert out.speculation["spec/accepted"] > 0

@@ -23,7 +23,7 @@ def outer(x):
     ("phase", "words"),
     [
         ("logprob", "grpo.microbatch_tokens: logprob needs more memory than there is (Out of memory allocating "),
-        ("train", "policy.vocab_tile, policy.remat=full"),
+        ("train", "as do policy.remat=full"),
         ("generate", "rollout.num_slots: generate needs more"),
         ("task=generate", "rollout.num_slots: task=generate needs more"),
     ],

@@ -28,6 +28,16 @@ def test_another_process_is_refused_until_the_first_is_gone(tmp_path):
     open_workdir(str(tmp_path), CONFIG)
 
 
+def test_the_run_of_a_version_with_other_keys_is_refused_in_one_line(tmp_path):
+    open_workdir(str(tmp_path), CONFIG | {"pipeline": {"mode": "async"}})
+    (tmp_path / "evaluation.json").write_text("{}")
+    for attempt in (try_workdir, open_workdir, check_workdir):
+        with pytest.raises(InputError) as refused:
+            attempt(str(tmp_path), CONFIG | {"pipeline": {"schedule": "async"}})
+        said = f"--workdir {tmp_path} belongs to a run with keys of another version, as pipeline.mode; choose another"
+        assert str(refused.value).startswith(said)
+
+
 def test_one_process_may_open_it_again(tmp_path):
     for _ in range(2):
         open_workdir(str(tmp_path), CONFIG)

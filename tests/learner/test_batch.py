@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
 from specrl_jax.decoding.rollouts import Recorded
-from specrl_jax.learner.batch import MICROBATCHES, Packing, TrainingBatch, ids_per_row, learner_batch, pack_parts
+from specrl_jax.learner.batch import (
+    MICROBATCHES,
+    TILE_BYTES,
+    Packing,
+    TrainingBatch,
+    ids_per_row,
+    learner_batch,
+    pack_parts,
+)
 from specrl_jax.rl.objectives import LossInputs, Objective
 from tests.helpers.long import long_but
 from tests.helpers.updates import update_policy
@@ -93,6 +101,16 @@ def test_a_microbatch_is_a_part_of_the_most_rows_that_rollouts_can_need(limit, r
     assert len(set(worst.row)) > worst.rows - shards
 
 
+@given(st.sampled_from([100, 151_936]), st.sampled_from([1, 4]), st.sampled_from([0, 1600, 81_920]))
+def test_the_logits_of_a_vocabulary_tile_are_bounded(vocab, shards, microbatch_tokens):
+    packing = Packing(10_240, num_shards=2, sequence_shards=2, microbatch_tokens=microbatch_tokens, rollouts=512)
+    tokens = max(rows * length for rows, length in packing.shapes) / 4
+    tile = packing.vocab_tile(vocab, shards)
+    logits = [4 * tokens * entries / shards for entries in (tile or vocab, vocab)]
+    assert logits[0] <= TILE_BYTES + 4 * tokens and bool(tile) == (logits[1] > TILE_BYTES)
+    assert tile == 0 or tile > TILE_BYTES * shards / (8 * tokens) - 1  # no smaller than it must be
+
+
 def test_of_long_tailed_rollouts_few_tokens_are_padding():
     """Issue 29's: log-normal with a median of 256 and sigma 1, cut at 4,096, and prompts of 64 to 512 tokens."""
     for seed in range(5):
@@ -162,20 +180,6 @@ def test_what_an_environment_wrote_is_context_and_no_target(packing):
     assert sorted(np.asarray(batch.rows.targets)[np.asarray(batch.rows.mask)]) == sorted(r.tokens[own])
     whole = learner_batch(training_batch(rollouts=16), 0, packing)
     np.testing.assert_array_equal(batch.rows.tokens, whole.rows.tokens)
-
-
-def test_rows_say_which_tokens_the_policy_drew():
-    batch, found = training_batch(), []
-    for packing in (None, PACKING._replace(parts=2)):
-        rows = learner_batch(batch, 0, packing, drawn=True).rows
-        assert rows.drawn.dtype == bool and not rows.drawn[~np.asarray(rows.mask)].any()
-        at = rows.mask
-        found.append(sorted(zip(*(x[at].tolist() for x in (rows.targets, rows.positions, rows.drawn)))))
-    r, expected = batch.rollouts, []
-    for row, (start, end) in enumerate(zip(r.prompt_length, r.length)):
-        expected += [(int(r.tokens[row, t]), t - 1, bool(r.draft_positions[row, t] == 0)) for t in range(start, end)]
-    assert found == [sorted(expected)] * 2
-    assert learner_batch(batch, 0).rows.drawn is None
 
 
 def test_every_target_has_the_ids_that_sampling_kept():

@@ -17,11 +17,10 @@ from specrl_jax.core import Mean
 from specrl_jax.data.rows import make_rows, pack, packed, packed_rows
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3, peagle
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.peagle import peagle_network as peagle
-from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.peagle import PEagleDraft
 from specrl_jax.drafts.small_model import SmallModelDraft
 from specrl_jax.learner.draft_step import (
     DraftDiagnostics,
@@ -126,13 +125,13 @@ def sharing(setup, compiled):
     return setup._replace(learner=dataclasses.replace(setup.learner, **steps))
 
 
-def setup_of(kind, online, loss="ce", sizes=ONE, positions="all"):
+def setup_of(kind, online, loss="ce", sizes=ONE):
     config = rlzero_tiny.get_config("smoke")
     config.policy.preset = KINDS[kind]
     config.draft.kind, config.draft.online = ("mtp" if kind == "mimo" else kind), online
     config.draft.dialect = "mimo" if kind == "mimo" else ""
     config.draft.preset = "nano" if kind == "model" else ""
-    config.draft.loss, config.draft.clip, config.draft.positions = loss, 1e-3, positions
+    config.draft.loss, config.draft.clip = loss, 1e-3
     config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
     config.optimizer.clip = 1e3
     config.policy.remat = "none"
@@ -281,29 +280,6 @@ def test_each_has_its_own_clip():
     draft_mu, policy_mu = (optax.tree.norm(optax.tree.get(s.opt_state, "mu")) for s in (state.draft, state.policy))
     np.testing.assert_allclose(draft_mu, 0.1 * 1e-3, rtol=1e-5)
     np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
-
-
-def learned(positions, drawn=None):
-    """(metrics of the head's one update, head) on the same rollouts; `drawn` of their targets."""
-    setup = setup_of("mtp", True, positions=positions)
-    state = host_made_state(setup)
-    rows, inputs = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length)
-    rows = rows.replace(drawn=None if drawn is None else jnp.asarray(drawn(np.asarray(rows.mask))))
-    state, updates = update(setup.learner, state, rows, inputs=inputs, train_draft=True)
-    return jax.device_get(updates.draft[0]), jax.device_get(state.draft.params)
-
-
-@pytest.mark.slow
-def test_the_head_learns_more_from_what_the_policy_drew_itself():
-    (alike, head), (every, same) = learned("all"), learned("weighted", lambda mask: mask)
-    np.testing.assert_allclose(every.loss, alike.loss, rtol=1e-6)
-    # Weights of three in sum and count, rounded apart; the clipped gradient is 1e-3.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), same, head)
-    some, other = learned("weighted", lambda mask: mask & (np.arange(mask.shape[1]) % 3 == 0))
-    assert abs(some.loss - alike.loss) > 1e-4 and differ(other, head)
-    assert some.diagnostics.acceptance.tolist() == alike.diagnostics.acceptance.tolist(), "of all positions"
-    none, _ = learned("refused", np.zeros_like)
-    assert none.loss == 0 and none.grad_norm == 0
 
 
 def two_minibatches(train_draft):

@@ -82,7 +82,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
 @pytest.mark.parametrize("kind, name", [("eagle3", "fc"), ("mtp", "eh_proj")])
 def test_muon_takes_what_a_head_reads_as_matrices_of_their_own(kind, name):
     """The halves of a head's queries (embedding, hidden state) and of its projection: each orthogonal, none AdamW's."""
-    options = {"draft__kind": kind, "draft__optimizer": "muon", "draft__clip": 1e9}
+    options = {"draft__kind": kind, "optimizer__name": "muon", "draft__clip": 1e9}
     setup, rng = make_run(rlzero_tiny.get_config("smoke"), **options), np.random.default_rng(0)
     params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype("f4"), setup.learner.plan.draft.specs)
     optimizer = setup.learner.draft_optimizer

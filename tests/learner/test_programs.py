@@ -98,7 +98,7 @@ def test_the_first_step_runs_what_was_compiled_beside_the_rollouts(case):
     assert announced
     announced.clear()
     drawn = training_batch(learner.plan.config, CASES[case][0], 0)
-    batch = learner_batch(drawn, 0, learner.packing, drawn=learner.tells_drawn)
+    batch = learner_batch(drawn, 0, learner.packing)
     update(learner, state, batch.rows, inputs=compute_loss_inputs(learner, state, batch), train_draft=True)
     assert not announced
 
@@ -111,7 +111,7 @@ def test_nothing_compiles_after_the_first_step(case):
     with counted() as compiled:
         for step, share in enumerate(LONGEST):
             drawn = training_batch(learner.plan.config, int(share * limit), step)
-            batch = learner_batch(drawn, 0, learner.packing, drawn=learner.tells_drawn)
+            batch = learner_batch(drawn, 0, learner.packing)
             state, updates = update(
                 learner, state, batch.rows, inputs=compute_loss_inputs(learner, state, batch), train_draft=True
             )

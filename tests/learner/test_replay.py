@@ -15,11 +15,11 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import KeptTokens, rows_of
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.batch import Packing
-from specrl_jax.learner.replay import Replay, make_replay
+from specrl_jax.learner.replay import STEPS_KEPT, Replay, make_replay
 from specrl_jax.learner.state import RunState
 from tests.helpers.training import changed
 
-STEPS, SHARES = 3, 2
+SHARES = 2
 
 
 class Recorder:
@@ -50,7 +50,7 @@ class Recorder:
 
 
 def learner(**changes):
-    wanted = {"draft__replay_updates": 5, "draft__replay_steps": STEPS, "draft__minibatches": SHARES}
+    wanted = {"draft__replay_updates": 5, "draft__minibatches": SHARES}
     return Recorder(**wanted | changes)
 
 
@@ -79,8 +79,9 @@ def test_each_update_learns_one_share_of_a_kept_step_with_features_of_the_policy
         for tables, features, rows in recorder.learned:
             assert tables == ("tables", "policy") and features == ("features", before.policy, rows[0])
             seen.add(tuple(rows))
-    # Every other row of the three newest steps.
-    assert seen == {(10 * step + share, 10 * step + share + 2) for step in (3, 4, 5) for share in range(SHARES)}
+    # Every other row of the newest steps.
+    newest = range(6 - STEPS_KEPT, 6)
+    assert seen == {(10 * step + share, 10 * step + share + 2) for step in newest for share in range(SHARES)}
 
 
 def test_the_step_and_the_seed_decide_what_is_learned_again():
@@ -112,7 +113,7 @@ def test_a_state_is_whole_while_its_draft_learns_in_a_wait():
         def draft_step(self, draft, tables, rows, features):
             return jax.jit(lambda x: x + 1, donate_argnums=0)(draft), np.float32(0)
 
-    recorder = Donates(draft__replay_updates=5, draft__replay_steps=STEPS, draft__minibatches=SHARES)
+    recorder = Donates(draft__replay_updates=5, draft__minibatches=SHARES)
     replay, before = Replay(recorder), RunState(types.SimpleNamespace(base="policy"), jnp.zeros(3), None)
     replay.add(rows_at(1))
     after, metrics = replay.learn(before, 1, lambda: True)

@@ -41,12 +41,11 @@ def test_the_pool_is_what_the_slots_can_need_and_at_most_what_is_allowed():
     assert 0 < with_cache(0.0) < 4.567 * GB / PAGE
 
 
-@pytest.mark.parametrize("section", ["rollout", "eval"])
-def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_size_that_would_do(section):
+def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_size_that_would_do():
     with pytest.raises(InputError) as error:
-        with_pages(LIMITS, with_cache(0.05), PAGE, section=section)
+        with_pages(LIMITS, with_cache(0.05), PAGE)
     message = str(error.value)
-    assert message.startswith("rollout.cache_gb: 0.048 GB") and f"a lower {section}.max_response_tokens" in message
+    assert message.startswith("rollout.cache_gb: 0.048 GB") and "a lower rollout.max_response_tokens" in message
     enough = float(re.search(r"rollout\.cache_gb=([\d.]+) or more", message)[1])
     assert with_pages(LIMITS, with_cache(enough), PAGE).pages == LIMITS.fewest_pages
     with pytest.raises(InputError):
@@ -60,15 +59,15 @@ def test_a_pool_smaller_than_a_page_is_refused_too():
 
 @pytest.mark.parametrize("kind", ["none", "eagle3", "model"])
 def test_a_page_takes_what_its_arrays_do_on_a_device(kind):
-    mesh, rollout = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), RolloutConfig(page_tokens=16)
+    mesh, tokens = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), 16
     model, partition = decoder.preset("nano"), partitioner(mesh, ROLLOUT)
     draft = make_method(DraftOptions(kind, preset="nano" if kind == "model" else ""), model).model
-    found = page_bytes(model, draft, rollout, partition=partition)
+    found = page_bytes(model, draft, "float32", tokens=tokens, partition=partition)
     limits = dataclasses.replace(LIMITS, shards=2)
-    dtypes = jnp.dtype("float32"), jnp.dtype(rollout.cache_dtype)
+    dtypes = jnp.dtype("float32"), jnp.dtype("float32")
     target = Target(model, draft, InferenceConfig(Sampling(), limits, 0, *dtypes), partition=partition)
     pages = 6
-    pools = jax.device_put(target.init_cache(pages, rollout.page_tokens), target.slots_shardings().cache)
+    pools = jax.device_put(target.init_cache(pages, tokens), target.slots_shardings().cache)
     first = [s.data.nbytes for x in jax.tree.leaves(pools) for s in x.addressable_shards if s.device.id == 0]
     assert sum(first) == found * pages // 2
 
@@ -91,8 +90,8 @@ def test_a_pool_beyond_the_device_is_refused_with_what_it_has():
 def test_a_limit_beyond_the_positions_is_refused_with_the_longest_that_fits():
     nano = decoder.preset("nano")  # 4,096 positions
     check_cache_length(EngineConfig(8, 96, 4000, chunk=4), nano)
-    words = r"^eval\.max_response_tokens=4001: with rollout\.max_prompt_tokens=96 .* at most 4000 is possible$"
+    words = r"^rollout\.max_response_tokens=4001: with rollout\.max_prompt_tokens=96 .* at most 4000 is possible$"
     with pytest.raises(InputError, match=words):
-        check_cache_length(EngineConfig(8, 96, 4001, chunk=4), nano, "eval")
+        check_cache_length(EngineConfig(8, 96, 4001, chunk=4), nano)
     with pytest.raises(InputError, match=r"^rollout\.max_prompt_tokens=4096: .* at most 4095 leave an answer$"):
         check_cache_length(EngineConfig(8, 4096, 1, chunk=4), nano)

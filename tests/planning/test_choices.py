@@ -175,7 +175,7 @@ def test_every_schema_that_is_open_is_found(tmp_path):
 def test_a_folder_with_a_split_to_validate_on_needs_no_other(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "answer": "2"}}\n')
-    values = {"data.path": str(tmp_path), "data.schema": "keys", "eval.path": "", "eval.holdout": 0.0}
+    values = {"data.path": str(tmp_path), "data.schema": "", "eval.path": "", "eval.holdout": 0.0}
     begun = with_values(from_config_dict(mine.get_config()), values | {"policy.preset": "nano"})
     validate(begun)
     done = choose_formats(begun, None, detects=False)
@@ -197,7 +197,7 @@ def open_mine(tmp_path):
     rows = [f'{{"prompt": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     found = {"policy.preset": "nano_deep", "policy.path": "", "data.path": f"{tmp_path}/rows.jsonl"}
-    found |= {"data.tokenizer": "char", "policy.yarn_factor": 0.0}
+    found |= {"data.tokenizer": "char"}
 
     def make(task, **changes):
         c = with_values(from_config_dict(mine.get_config()), found | changes)

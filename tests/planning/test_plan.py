@@ -1,16 +1,22 @@
 """Shapes of an engine: the sizes a batch shrinks to, prompts prefilled at once, groups to copy from, draft lengths."""
 
-import dataclasses
-
 import jax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import Config, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig, from_config_dict
-from specrl_jax.errors import InputError
-from specrl_jax.models.rotary import Rope, Yarn
-from specrl_jax.planning.plan import draft_lengths, find_limits, make_plan, policy_sizes
+from specrl_jax.config import (
+    Config,
+    DraftConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    GRPOConfig,
+    RolloutConfig,
+    from_config_dict,
+)
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.planning.plan import SIZES, draft_lengths, find_limits, make_plan, sampling_of
 from specrl_jax.sharding import make_mesh
+from tests.helpers.engine_sizes import engine_sizes
 
 
 @pytest.mark.parametrize(
@@ -102,30 +108,31 @@ def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, group
 
 
 def test_experts_are_replayed_where_there_are_some():
-    c = rlzero_tiny.get_config("smoke")
-    c.policy.update({"preset": "nano", "router_replay": True})
-    with pytest.raises(InputError, match=r"^policy\.router_replay=True: the policy is no mixture of experts"):
-        make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1]))
+    for preset, records in (("nano", False), ("nano_moe", True)):
+        c = rlzero_tiny.get_config("smoke")
+        c.policy.update({"preset": preset, "router_replay": True})
+        c.draft.kind = "none"
+        assert make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1])).limits.records == records
 
 
 @pytest.mark.parametrize(("prompt", "prefill", "rows"), [(5, 512, 16), (100, 512, 2), (1000, 64, 4), (1000, 512, 1)])
 def test_a_prefill_takes_no_more_prompts_than_keep_a_device_busy(prompt, prefill, rows):
     """A refill usually starts few prompts: what its forwards have beyond them is computed for nothing."""
-    sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64, prefill_tokens=prefill)
+    sizes = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=7, num_slots=64)
     config = Config(rollout=sizes, grpo=GRPOConfig(prompts_per_step=64, group_size=1))
-    assert find_limits(config, 1, False).prefill_rows == rows
+    with engine_sizes(prefill=prefill):
+        assert find_limits(config, 1, False).prefill_rows == rows
 
 
-# ---- longer sequences than the policy was made for
+def test_sizes_follow_from_the_platform():
+    assert [find_limits(Config(), 1, False, platform=name).chunk for name in ("cpu", "gpu", "tpu")] == [16, 64, 64]
+    talks = Config(environment=EnvironmentConfig(name="guessing"))
+    assert [find_limits(talks, 1, False, platform=name).prefill_tokens for name in ("cpu", "gpu")] == [16, 512]
+    assert all(sizes.page & (sizes.page - 1) == 0 for sizes in SIZES.values())
 
 
-def policy_settings(**changes):
-    config = rlzero_tiny.get_config("smoke").policy
-    return PolicyConfig(**{**config, "preset": "nano", **changes})
-
-
-def test_yarn_stretches_the_positions():
-    plain, stretched = policy_sizes(policy_settings()), policy_sizes(policy_settings(yarn_factor=4.0))
-    assert (plain.longest, stretched.longest) == (4096, 4 * 32_768)
-    assert stretched == dataclasses.replace(plain, rope=Rope(1e6, Yarn(4.0, 32_768)))
-    assert policy_sizes(policy_settings(yarn_factor=2.0, yarn_original=4096)).longest == 8192
+@pytest.mark.parametrize(("own", "found"), [(-1.0, 0.7), (0.0, 0.0), (1.0, 1.0)])
+def test_evaluations_sample_as_rollouts_but_for_a_temperature_of_their_own(own, found):
+    config = Config(rollout=RolloutConfig(temperature=0.7, top_k=20, top_p=0.9), eval=EvalConfig(temperature=own))
+    assert sampling_of(config, evaluates=True) == Sampling(found, 20, 0.9)
+    assert sampling_of(config) == Sampling(0.7, 20, 0.9)

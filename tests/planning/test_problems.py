@@ -11,7 +11,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.planning.problems import load_problems
 
-KEYS = {"prompt_key": "q", "answer_key": "a"}
+KEYS = {"schema": "q:a"}
 
 
 def problems(data=None, evaluation=None, train=True, reward=None):
@@ -61,7 +61,7 @@ def test_validation_sets_have_keys_and_templates_of_their_own(write, capsys):
 
 def test_what_eval_does_not_say_is_as_in_data(write):
     path = write("a.jsonl", {"q": "1", "a": "2"})
-    keys = {"path": path, "prompt_key": "q", "answer_key": "a", "template": "<{prompt}>"}
+    keys = {"path": path, "schema": "q:a", "template": "<{prompt}>"}
     assert texts(problems(keys, {"path": path}).validation["a"]) == [("<1>", "2")]
 
 

@@ -15,7 +15,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.rewards.sandbox import choose as choosing
 from specrl_jax.rewards.sandbox import mechanisms
 from specrl_jax.rewards.sandbox.choose import Chosen, choose, find_python
-from specrl_jax.rewards.sandbox.http import HttpSandbox, check_url
+from specrl_jax.rewards.sandbox.http import HttpSandbox, is_url
 from specrl_jax.rewards.sandbox.limits import Run, SandboxError
 from specrl_jax.rewards.sandbox.mechanisms import Interpreter
 from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
@@ -312,7 +312,7 @@ def test_without_any_the_alternative_is_named(monkeypatch):
     monkeypatch.setattr(mechanisms.shutil, "which", lambda _: None)
     monkeypatch.setattr(mechanisms, "landlock_abi", lambda: 0)
     with pytest.raises(InputError) as refused:
-        choose("auto", "", "", limits=LIMITS)
+        choose("auto", "", limits=LIMITS)
     (line,) = str(refused.value).splitlines()
     assert line.startswith("reward.sandbox=auto: none works here. bubblewrap: there is no bwrap")
     assert "landlock: " in line and line.endswith("runs programs on a SandboxFusion server")
@@ -322,7 +322,7 @@ def test_a_python_in_the_tmp_that_programs_do_not_see_is_named(monkeypatch):
     monkeypatch.setattr(choosing, "missing", lambda _: "")
     monkeypatch.setattr(choosing, "find_python", lambda _: Interpreter("/tmp/v/bin/python", "3.11.2", ["/tmp/v"]))
     with pytest.raises(InputError, match=r"bubblewrap: /tmp/v/bin/python reads /tmp/v, .* set reward\.sandbox_python"):
-        choose("bubblewrap", "", "/tmp/v/bin/python", limits=LIMITS)
+        choose("bubblewrap", "/tmp/v/bin/python", limits=LIMITS)
     assert not mechanisms.hidden("landlock", Interpreter("/tmp/v/bin/python", "3.11.2", ["/tmp/v"]))
     assert not mechanisms.hidden("bubblewrap", Interpreter("/tmpfs/bin/python", "3.11.2", ["/tmpfs"]))
 
@@ -349,7 +349,7 @@ def test_a_sandbox_with_a_hole_is_refused(monkeypatch):
     sandboxes.chosen("landlock")
     monkeypatch.setattr(mechanisms, "SYSTEM", ("/",))
     with pytest.raises(InputError, match=r"landlock: a program in it reaches \['files'"):
-        choose("landlock", "", "", limits=LIMITS)
+        choose("landlock", "", limits=LIMITS)
 
 
 def test_a_sandbox_without_its_filter_is_refused(monkeypatch):
@@ -357,7 +357,7 @@ def test_a_sandbox_without_its_filter_is_refused(monkeypatch):
     allow = seccomp_filter(True)[-8:]
     monkeypatch.setattr(mechanisms, "seccomp_filter", lambda _: allow)
     with pytest.raises(InputError, match=r"landlock: a program in it reaches \['the network'\]"):
-        choose("landlock", "", "", limits=LIMITS)
+        choose("landlock", "", limits=LIMITS)
 
 
 def test_the_interpreter():
@@ -457,14 +457,14 @@ def test_a_server_that_fails_is_named(server, broken, said):
 
 
 def test_a_server_is_tried_at_the_start(server):
-    assert choose("http", server.url, "", limits=LIMITS) == Chosen("http", LIMITS, None, url=server.url)
-    with pytest.raises(InputError, match=r"reward\.sandbox_url: http://127\.0\.0\.1:9/run_code: .*refused"):
-        choose("http", "http://127.0.0.1:9", "", limits=LIMITS)
+    assert choose(server.url, "", limits=LIMITS) == Chosen("http", LIMITS, None, url=server.url)
+    with pytest.raises(InputError, match=r"reward\.sandbox: http://127\.0\.0\.1:9/run_code: .*refused"):
+        choose("http://127.0.0.1:9", "", limits=LIMITS)
 
 
 def test_urls():
-    assert check_url("http://host:8080") == check_url("https://host/run_code") == ""
-    assert check_url("") == check_url("host:8080") == "http://HOST:PORT is needed"
+    assert is_url("http://host:8080") and is_url("https://host/run_code")
+    assert not any(map(is_url, ("", "host:8080", "auto", "http://")))
 
 
 # ---- hostile programs

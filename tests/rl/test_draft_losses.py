@@ -5,7 +5,6 @@ choose the logits.
 """
 
 import functools
-import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,22 +15,18 @@ import pytest
 
 from lossless_certify.distributions import rejection_chances, sequences, softmax
 from specrl_jax.core import DraftTerms, Mean
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.mtp import mtp_network as mtp
-from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
+from specrl_jax.drafts import eagle3, mtp
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.mtp import MTPDraft
 from specrl_jax.models import decoder
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import (
     DECAY,
     LOSSES,
-    POSITIONS,
-    WEIGHT,
     confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
-    pair_weights,
     step_losses,
     step_means,
     step_weights,
@@ -109,35 +104,14 @@ def test_the_first_draft_of_pair_t_learns_where_token_t_plus_2_is_a_response_tok
     assert fourth.size == 0
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_what_the_policy_drew_itself_weighs_more_or_alone(positions):
-    """By loops over tokens: token t + 2 + i of pair t and step i was drawn, or the one before it was."""
+def test_masks_of_some_anchors_are_those_of_all():
     rng = np.random.default_rng(0)
-    response, drawn = rng.random((2, 4, 12)) < [[[0.8]], [[0.3]]]
-    pairs = draft_loss_mask(jnp.asarray(mask_of(response)), STEPS)
-    found = np.asarray(pair_weights(pairs, jnp.asarray(mask_of(drawn & response)), positions))
-    for i, row, t in itertools.product(range(STEPS), range(4), range(12)):
-        token = t + 2 + i
-        weight = 0.0
-        if learns(response[row], i, t):
-            matters = any(drawn[row, p] and response[row, p] for p in (token - 1, token))
-            weight = {"all": 1.0, "weighted": WEIGHT if matters else 1.0, "refused": float(matters)}[positions]
-        assert found[i, row, t] == weight, (i, row, t)
-    # Means divide by the weights, and a value that is not finite counts nowhere but where it weighs.
-    values = np.where(found > 0, 2.0, np.nan)
-    np.testing.assert_allclose(step_means(jnp.asarray(values, jnp.float32), jnp.asarray(found)).value(), 2.0)
-
-
-def test_masks_and_weights_of_some_anchors_are_those_of_all():
-    rng = np.random.default_rng(0)
-    response, drawn = rng.random((2, 4, 12)) < [[[0.8]], [[0.3]]]
+    response = rng.random((4, 12)) < 0.8
     segments = jnp.asarray(np.sort(rng.integers(1, 3, (4, 12))), jnp.int32)
-    mask, drawn, anchors = jnp.asarray(mask_of(response)), jnp.asarray(mask_of(drawn)), 1 + 3 * jnp.arange(5)
+    mask, anchors = jnp.asarray(mask_of(response)), 1 + 3 * jnp.arange(5)
     whole, some = (draft_loss_mask(mask, STEPS, segments, anchors=a) for a in (None, anchors))
     np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
     assert whole.any() and not some[:, :, 4].any()
-    whole, some = (pair_weights(x, drawn, "weighted", anchors=a) for x, a in ((whole, None), (some, anchors)))
-    np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
 
 
 # Of each sequence in a row: tokens of its prompt, of its response.
@@ -381,7 +355,7 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
 
 TARGET = decoder.DecoderConfig(24, 16, 7, heads=4, kv_heads=2, head_dim=8, mlp=24, tied=True, max_positions=64)
 EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
-HEADS = {"eagle3": (eagle3, EAGLE, (3,)), "mtp": (mtp, MTP, ())}  # and the shape of its features before D
+HEADS = {"eagle3": (EAGLE, (3,)), "mtp": (MTP, ())}  # and the shape of its features before D
 DRAFTS = {"eagle3": Eagle3Draft, "mtp": MTPDraft}
 LENGTHS = [[6, 7, 5], [11, 5]]  # tokens of the sequences of each packed row
 ROW = 18  # the second has two tokens of padding
@@ -405,14 +379,14 @@ def alone(arrays):
 @functools.cache
 def head_and_sequences(kind):
     """(head's parameters with its lm_head, arrays of each sequence by name)."""
-    module, config, features = HEADS[kind]
+    config, features = HEADS[kind]
     rng = np.random.default_rng(6)
 
     def draw(spec):
         scale = rng.uniform(0.5, 1.5, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape) / 3
         return scale.astype(np.float32)
 
-    params = jax.tree.map(draw, module.param_specs(config))
+    params = jax.tree.map(draw, DRAFTS[kind](config).specs)
     params |= {"unembed": rng.normal(size=(11, TARGET.embed)).astype(np.float32)}
     shapes = {"features": (*features, TARGET.embed), "embedded": (TARGET.embed,), "hidden": (TARGET.embed,)}
     lengths = [length for row in LENGTHS for length in row]
@@ -428,7 +402,7 @@ def head_and_sequences(kind):
 @functools.cache
 def losses_of_rows(kind):
     """(params, rows) -> {loss: [steps, B, T]}, through the head's unrolled pass."""
-    _, config, _ = HEADS[kind]
+    config, _ = HEADS[kind]
     table = np.random.default_rng(7).normal(size=(11, TARGET.embed)).astype("f4") / 2
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)

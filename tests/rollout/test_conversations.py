@@ -1,5 +1,6 @@
 """Training on rollouts of several turns, with a small model: what is learned, and that no timing changes it."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -21,18 +22,20 @@ from specrl_jax.decoding.features.turns import Turn
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.learner.build import make_learner
-from specrl_jax.planning.plan import make_plan
+from specrl_jax.planning import plan
+from specrl_jax.planning.plan import find_limits, make_plan
 from specrl_jax.planning.problems import load_problems
-from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers
 from specrl_jax.rewards.messages import Context, Outcome
+from specrl_jax.rewards.pool import Reply, WorkerOptions
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.rewards.worker_group import WorkerOptions
 from specrl_jax.rollout import groups
 from specrl_jax.rollout.build import make_rollout
 from specrl_jax.rollout.conversations import Conversations, Opening, begin_conversations, row_of
 from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.evaluate import evaluate_policy
+from tests.helpers.engine_sizes import engine_sizes
 from tests.helpers.training import NEVER, Run, StopAfter, changed, samples, saved, train
 
 STRANGE = "tests.rewards.environments.strange:"
@@ -50,14 +53,12 @@ def config_of(name, **changes):
         "steps": STEPS,
         "environment__name": STRANGE + name,
         "environment__turn_tokens": 12,
-        "environment__seconds": 2.0,
+        "reward__timeout": 2.0,
         "reward__name": "",
         "rollout__max_response_tokens": 48,
         "rollout__rule": "coupled",
         "rollout__parity": True,
         "rollout__num_slots": 8,
-        "rollout__prefill_tokens": 8,
-        "rollout__page_tokens": 16,
         "draft__compare_rounds": 0,
         "eval__every": 0,
         "eval__problems": 4,
@@ -67,7 +68,8 @@ def config_of(name, **changes):
 
 def make(name="Chatty", **changes):
     config = config_of(name, **changes)
-    plan = make_plan(config, make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
+    with engine_sizes(turn=8, page=16):
+        plan = make_plan(config, make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
     rollout = make_rollout(plan, tokenizer=ManyEnds())
     return Run(make_learner(plan), rollout, load_problems(config, rollout.tokenizer), make_scorer(config, []))
 
@@ -160,10 +162,8 @@ def test_rewards_get_the_last_turn_and_what_the_conversation_began_with(opens):
     assert {tokenizer.decode(list(tokens)) for tokens in answers.values()} == {"[go on]"}
     assert say(talks, tokenizer, "end", 0) == {0: None}
     say(talks, tokenizer, "last", 1)
-    assert opens.environment._holders
     talks.scores(rollouts_of(1), np.arange(2), opens, waiting=lambda: None)
     assert opens.rows == [(text, Context("begin", row, tokenizer.encode(text))) for text in ("end", "last")]
-    assert not opens.environment._holders
 
 
 def test_an_environment_gets_the_prompt_before_the_chat_template():
@@ -197,10 +197,7 @@ class Told:
         return Conversation(next(self.opened), row, seed)
 
     def submit(self, conversation, text, turns, replies):
-        replies.put(TurnResult(conversation.session, self.left[conversation.session].pop(0), 0.0))
-
-    def release(self, conversation):
-        pass
+        replies.put(Reply(conversation.session, self.left[conversation.session].pop(0), 0.0))
 
 
 def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():
@@ -311,7 +308,7 @@ def test_rewards_are_summed_over_turns_and_whole_rollouts_compared(whole):
 @pytest.mark.slow
 def test_the_order_of_answers_changes_no_bit(whole, tmp_path):
     """Answers that take up to 0.1 s, of four processes, while other rollouts take the slots."""
-    run = make("Slow", environment__workers=4)
+    run = make("Slow", reward__workers=4)
     rows = train(run, tmp_path / "run")
     run.scorer.close()
     assert_same(run, tmp_path / "run", whole)
@@ -319,9 +316,12 @@ def test_the_order_of_answers_changes_no_bit(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_pages_prefilled_again_change_no_token(whole, tmp_path):
+def test_pages_prefilled_again_change_no_token(whole, tmp_path, monkeypatch):
     """Log-probs differ in their last bits: a forward of another shape rounds otherwise."""
-    run = make("Slow", environment__workers=4, environment__pages="prefill", steps=1)
+    monkeypatch.setattr(
+        plan, "find_limits", lambda *given, **more: dataclasses.replace(find_limits(*given, **more), copies_pages=False)
+    )
+    run = make("Slow", reward__workers=4, steps=1)
     rows = train(run, tmp_path / "run")
     run.scorer.close()
     assert rows[1]["environment/computed_share"] > 1
@@ -345,7 +345,7 @@ def test_a_run_killed_amid_conversations_ends_like_the_whole_one(whole, tmp_path
 
 @pytest.mark.slow
 def test_environments_that_fail_cost_their_own_rollouts_their_reward(whole, tmp_path):
-    run, seen = make("SeldomWell", environment__workers=2, steps=1), []
+    run, seen = make("SeldomWell", reward__workers=2, steps=1), []
     inner = groups.select_groups
 
     def spy(generated, grpo):

@@ -29,7 +29,7 @@ def settings(**changes):
         "sampling_rounds": 1,
         "advantage": "dr_grpo",
     }
-    values |= {"advantage": "dr_grpo", "mask_truncated": False, "overlong_buffer": 0, "overlong_penalty": 1.0}
+    values |= {"advantage": "dr_grpo", "mask_truncated": False, "overlong_buffer": 0}
     return types.SimpleNamespace(**values | changes)
 
 
@@ -132,10 +132,10 @@ def test_truncated_responses_are_masked_out_but_count_in_their_group():
 def test_length_costs_reward():
     """DAPO's eq. 13 by hand: 10 tokens at most, the last four of them a buffer."""
     np.testing.assert_allclose(overlong_penalty(np.array([1, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
-    g = settings(overlong_buffer=4, overlong_penalty=2.0)
+    g = settings(overlong_buffer=4)
     rollouts = rollouts_of(0, [1, 10, 6, 8, 3, 3])
     batch = with_rewards(rollouts, [], scores_of(EQUAL), grpo=g, longest=LONGEST)
-    np.testing.assert_allclose(batch.rewards, [1, -1, 0, -1, 1, 1])
+    np.testing.assert_allclose(batch.rewards, [1, 0, 0, -0.5, 1, 1])
     # What is reported is what was earned.
     assert batch.scores.total.tolist() == [1, 1, 0, 0, 1, 1]
 

@@ -252,7 +252,7 @@ def toy(tmp_path_factory):
     config.rollout.update({"num_slots": 4, "temperature": 0.1})  # few programs; text that repeats
     config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
     config.checkpoint.update({"every": EVERY, "keep": 9})
-    config.pipeline.update({"mode": "async", "rollout_devices": 1})
+    config.pipeline.update({"schedule": "async", "rollout_devices": 1})
     return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(lower_case))
 
 
@@ -325,7 +325,6 @@ def run_of(**pipeline):
     config.checkpoint.update({"every": 2, "keep": 9})
     config.pipeline.update({"rollout_devices": 2} | pipeline)
     config.mesh.update({"fsdp": 2, "data": 3})
-    config.policy.vocab_tile = 0
     mesh = make_mesh(config.mesh.to_dict(), learner_devices(2))
     return make_run(config, mesh, FunctionScorer(lower_case))
 
@@ -335,9 +334,9 @@ def runs(tmp_path_factory):
     """Return (run, workdir, rows) of each mode; one run's compiled functions serve all."""
     found, first = {}, None
     for name, settings in {
-        "sync": {"mode": "sync"},
-        "lag 0": {"mode": "async", "lag": 0},
-        "lag 1": {"mode": "async", "lag": 1},
+        "sync": {"schedule": "sync"},
+        "lag 0": {"schedule": "async", "lag": 0},
+        "lag 1": {"schedule": "async", "lag": 1},
     }.items():
         run = with_config(first, pipeline=settings) if first else run_of(**settings)
         first, workdir = first or run, tmp_path_factory.mktemp("pipeline")
@@ -377,7 +376,7 @@ def test_rollouts_are_as_old_as_the_lag_and_no_older(runs):
 @pytest.mark.slow
 def test_the_draft_learns_again_while_the_learner_waits_for_rollouts(runs, tmp_path):
     """How often depends on the clock; every update is counted, none is beyond the bound, and no step is lost."""
-    replay = {"replay_updates": 2, "replay_steps": 2, "replay_idle": True}
+    replay = {"replay_updates": 2}
     rows = train(with_config(runs["lag 0"][0], draft=replay), tmp_path)[1:]
     further = [row["draft/replay_updates"] for row in rows]
     # With no lag the learner waits in every step; before the first there are no texts.

@@ -38,7 +38,7 @@ def setup_of(
 ):
     """Return as much of a plan and an engine as speculation reads."""
     draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online, path=path)
-    draft.update_every, draft.min_coverage, draft.argmax, draft.cascade = every, 0.9, argmax, cascade
+    draft.update_every, draft.argmax, draft.cascade = every, argmax, cascade
     engine = types.SimpleNamespace(
         draft_length=length,
         controller=lambda begins: Controller(LENGTHS, sizes, begins=begins),

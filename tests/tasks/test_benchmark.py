@@ -20,7 +20,7 @@ def config(**changes):
     c = rlzero_tiny.get_config("smoke")
     c.task, c.draft.length, c.draft.adaptive = "benchmark", 2, True
     c.rollout.rule, c.rollout.parity, c.rollout.num_slots = "coupled", True, 4
-    c.benchmark.update(rounds=2, warmup=1, lengths=(0, 2))
+    c.benchmark.update(rounds=2, lengths=(0, 2))
     c.update_from_flattened_dict(changes)
     return c
 
@@ -83,7 +83,7 @@ def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, 
     """Three rounds of warm-up and two that count: the others' programs are warm after the first."""
     from specrl_jax.tasks import benchmark as module
 
-    made, setup = [], setup_of(**{"benchmark.rounds": 2, "benchmark.warmup": 3, "draft.adaptive": adaptive})
+    made, setup = [], setup_of(**{"benchmark.rounds": 2, "draft.adaptive": adaptive})
     sides = make_sides(setup[1])
     names = {(id(engine), id(lengths)): name for name, (engine, lengths) in sides.items()}
     monkeypatch.setattr(module, "make_sides", lambda rollout: sides)

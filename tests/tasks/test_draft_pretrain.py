@@ -31,7 +31,7 @@ from tests.helpers.updates import in_parts
 
 def smoke_config(output):
     config = draft_tiny.get_config("smoke")
-    config.pretrain.output = str(output)
+    config.export.output = str(output)
     return config
 
 
@@ -149,7 +149,9 @@ def test_what_it_cost_and_when_that_is_earned_back(made):
 @pytest.mark.slow
 def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
     setup, workdir, _, log, start = made
-    used = with_config(setup, pretrain={"features": str(workdir / "features"), "output": str(tmp_path / "head")})
+    used = with_config(
+        setup, pretrain={"features": str(workdir / "features")}, export={"output": str(tmp_path / "head")}
+    )
     (tmp_path / "head").mkdir()
     used = without_generation(with_config(used, draft={"compare_rounds": 0}))
     again = pretrained(used, start, tmp_path)
@@ -201,7 +203,7 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
 def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
     setup, start = made[0], made[4]
     stop = threading.Event()
-    used = with_config(setup, pretrain={"output": str(tmp_path / "head")})
+    used = with_config(setup, export={"output": str(tmp_path / "head")})
 
     class Interrupted:
         """The first wave goes through; the signal comes when the second begins, which is dropped."""
@@ -245,9 +247,8 @@ def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     [
         ({"rollout": {"top_p": 0.9}}, "sampling"),
         ({"data": {"template": "Q: {prompt}"}}, "prompt format"),
-        ({"data": {"prompt_key": "question"}}, "prompt format"),
+        ({"data": {"schema": "question:answer"}}, "prompt format"),
         ({"seed": 1}, "prompt order"),
-        ({"policy": {"yarn_factor": 2.0}}, "yarn"),
     ],
     ids=str,
 )
@@ -275,14 +276,14 @@ def test_a_good_config_makes_its_output_folder(began, tmp_path):
 def test_the_policys_folder_is_no_output(began, tmp_path):
     config = smoke_config(tmp_path / "policy")
     config.policy.path = str(tmp_path / "x/../policy")
-    with pytest.raises(InputError, match=r"pretrain\.output=.*: it is policy\.path"):
+    with pytest.raises(InputError, match=r"export\.output=.*: it is policy\.path"):
         draft_pretrain.run(from_config_dict(config), str(tmp_path / "run"))
     assert not began and not (tmp_path / "policy").exists()
 
 
 def test_a_bad_output_is_refused_before_any_rollout(began, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"pretrain\.output=.*file/head"):
+    with pytest.raises(InputError, match=r"export\.output=.*file/head"):
         draft_pretrain.run(from_config_dict(smoke_config(tmp_path / "file/head")), str(tmp_path / "run"))
     assert not began
 
@@ -344,13 +345,13 @@ def test_a_row_of_rollouts_is_read_by_its_tokens():
     """One that was cut has no end, and what an environment wrote is told apart."""
     ended, cut = [*TOKENIZER.encode("a=3"), *TOKENIZER.eos_ids], TOKENIZER.encode("a=3")
     for tokens in (ended, cut):
-        found = draft_features.recorded_text(row_of(response="a=3", tokens=tokens), "prompt", TOKENIZER, vocab=99)
+        found = draft_features.recorded_text(row_of(response="a=3", tokens=tokens), TOKENIZER, vocab=99)
         assert found == (TOKENIZER.encode("1+2\n"), tokens, [False] * len(tokens))
     row = row_of(response="a=3", tokens=cut, environment=[False, True, False])
-    assert draft_features.recorded_text(row, "prompt", TOKENIZER, vocab=99).environment == [False, True, False]
+    assert draft_features.recorded_text(row, TOKENIZER, vocab=99).environment == [False, True, False]
     # One that ended at once has no text.
     row = row_of(response="", tokens=list(TOKENIZER.eos_ids))
-    assert draft_features.recorded_text(row, "prompt", TOKENIZER, vocab=99).response == list(TOKENIZER.eos_ids)
+    assert draft_features.recorded_text(row, TOKENIZER, vocab=99).response == list(TOKENIZER.eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_a_row_of_rollouts_is_read_by_its_tokens():
 )
 def test_tokens_that_are_not_a_responses_are_refused(content, named):
     with pytest.raises(InputError, match=r"^answers\.jsonl:1") as error:
-        draft_features.recorded_text(row_of(response="3", **content), "prompt", TOKENIZER, vocab=99)
+        draft_features.recorded_text(row_of(response="3", **content), TOKENIZER, vocab=99)
     assert named in str(error.value)
 
 

@@ -10,16 +10,18 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import DraftConfig, RolloutConfig, from_config_dict
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.models.decoder import preset
+from specrl_jax.models.rotary import Yarn
 from specrl_jax.tasks import export as export_task
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
 from specrl_jax.training.initial import initial_state
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.policies import compiled, row_positions
 from tests.helpers.training import make_run, saved, with_config
 
@@ -48,7 +50,7 @@ def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
     """By the task's own config, as main.py builds it; which ids those are the checkpoint knows."""
     setup = make_run(rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path))
     _, draft = export(setup.learner, str(run[1]))
-    assert eagle3_formats.load_vocab_map(
+    assert EAGLE3_FOLDERS.load_vocab_map(
         draft, setup.learner.plan.draft.config, setup.learner.plan.model
     ).tolist() == list(range(3, 35))
 
@@ -64,7 +66,7 @@ def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     same(hf.load_params(policy, setup.learner.plan.model, setup.learner.plan.learner_partition), state.policy.params)
     draft = str(tmp_path / "draft")
     same(setup.learner.plan.draft.load(draft, setup.learner.plan.learner_partition), state.draft.params)
-    ids = eagle3_formats.load_vocab_map(draft, setup.learner.plan.draft.config, setup.learner.plan.model)
+    ids = EAGLE3_FOLDERS.load_vocab_map(draft, setup.learner.plan.draft.config, setup.learner.plan.model)
     np.testing.assert_array_equal(ids, state.vocab_map)
 
 
@@ -73,7 +75,8 @@ def test_a_run_of_many_hosts_is_exported_here(run, tmp_path):
     """Its mesh, its devices that only generate and its slots are more than this machine has."""
     config = rlzero_tiny.get_config("smoke")
     config.task, config.draft.vocab_size, config.mesh.fsdp, config.draft.budget = "train", 32, 60, 64
-    config.pipeline.update({"mode": "async", "rollout_devices": 4, "tensor": 4})
+    config.mesh.tensor = 4
+    config.pipeline.update({"schedule": "async", "rollout_devices": 4})
     config.rollout.cache_gb = 1e5
     open_workdir(str(tmp_path), dataclasses.asdict(from_config_dict(config)))
     shutil.copytree(run[1] / "checkpoints", tmp_path / "checkpoints")
@@ -111,21 +114,24 @@ def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "yarn"),
     [
-        {},
-        {"policy__preset": "nano_moe"},
-        {"policy__yarn_factor": 4.0, "policy__yarn_original": 8},
-        {"policy__lora_rank": 3, "policy__yarn_factor": 2.0, "policy__yarn_original": 8},
+        ({}, None),
+        ({"policy__preset": "nano_moe"}, None),
+        ({}, Yarn(4.0, 8)),
+        ({"policy__lora_rank": 3}, Yarn(2.0, 8)),
     ],
     ids=["weights", "experts", "stretched", "stretched adapters"],
 )
 @pytest.mark.slow
-def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
+def test_transformers_gives_the_logits_of_the_run(changes, yarn, tmp_path):
     """Float32 on both sides and logits below 2: the worst differed by 3e-6."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    setup = make_run(rlzero_tiny.get_config("smoke"), draft__kind="none", **changes)
+    config = rlzero_tiny.get_config("smoke")
+    sizes = preset(changes.get("policy__preset", config.policy.preset))
+    model = dataclasses.replace(sizes, rope=dataclasses.replace(sizes.rope, scaling=yarn))
+    setup = make_run(config, model=model, draft__kind="none", **changes)
     state = initial_state(setup.learner)
     # Adapters begin as nothing.
     learnt = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), state.policy.params)

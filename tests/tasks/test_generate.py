@@ -13,16 +13,14 @@ from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
-from specrl_jax.drafts.mtp import mtp_network as mtp
+from specrl_jax.drafts import eagle3, mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.exact import final_probs
+from tests.helpers.head_folders import EAGLE3_FOLDERS, MTP_FOLDERS
 from tests.helpers.long import long_but
 from tests.helpers.policies import random_params
 from tests.helpers.runs import ROOT, arguments, make_call
@@ -32,7 +30,7 @@ SMALLER = decoder.DecoderConfig(128, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
 ROLLOUT = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12, num_slots=6, top_k=50, top_p=0.95)
-DRAFT = DraftConfig(length=2, adaptive=False, match_min=1)
+DRAFT = DraftConfig(length=2, adaptive=False)
 
 
 def one_device():
@@ -56,24 +54,25 @@ def folders(tmp_path_factory):
     save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, dtype="float32")
     other = decoder.DecoderConfig(96, 48, 1, heads=6, kv_heads=2, head_dim=8, mlp=80, tied=True, max_positions=4096)
     save("other_words", hf.save_params, random_params(other), other, dtype="float32")
-    for dialect in mtp_formats.FORMATS:
+    for dialect in ("deepseek", "mimo"):
         head = mtp.mtp_config(NANO)
         save(
             f"mtp_{dialect}",
-            mtp_formats.save,
-            drawn(mtp.param_specs(head)),
-            head,
+            MTP_FOLDERS.save,
+            drawn(mtp.MTPDraft(head).specs),
+            config=head,
             target=NANO,
             dtype="float32",
             dialect=dialect,
         )
     head = mtp.mtp_config(SMALLER)
-    save("mtp_of_another", mtp_formats.save, drawn(mtp.param_specs(head)), head, target=SMALLER, dtype="float32")
+    params = drawn(mtp.MTPDraft(head).specs)
+    save("mtp_of_another", MTP_FOLDERS.save, params, config=head, target=SMALLER, dtype="float32")
     head = eagle3.eagle3_config(DEEP, 16)
     save(
         "eagle3",
-        eagle3_formats.save,
-        drawn(eagle3.param_specs(head)),
+        EAGLE3_FOLDERS.save,
+        drawn(eagle3.Eagle3Draft(head).specs),
         np.arange(16),
         config=head,
         target=DEEP,
@@ -87,7 +86,8 @@ def load(folders, kind, path="", **changes):
     draft = {"kind": kind, "path": str(folders / path) if path else ""}
     rollout, options = {}, {"mesh": one_device(), "tokenizer": "char"}
     for name, value in changes.items():
-        place = draft if hasattr(DRAFT, name) else rollout if hasattr(ROLLOUT, name) else options
+        own = name in ("dtype", "mesh", "tokenizer")  # rollout.dtype has the name of an argument, the policy's
+        place = options if own else draft if hasattr(DRAFT, name) else rollout
         place[name] = value
     draft, rollout = dataclasses.replace(DRAFT, **draft), dataclasses.replace(ROLLOUT, **rollout)
     return load_generator(str(folders / "policy"), draft, rollout, **options)
@@ -183,7 +183,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         "rollout.max_response_tokens": 12,
         "rollout.num_slots": 8,
         "rollout.seed": 4,
-        "generate.samples": 3,
+        "eval.samples": 3,
         "generate.prompts": tuple(PROMPTS),
         "grpo.prompts_per_step": 8,
     }
@@ -213,7 +213,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "path", "changes", "words"),
     [
-        ("model", "", {}, "draft.kind=model: draft.path.* is needed"),
+        ("model", "", {}, "draft.preset=.*draft.kind=model without draft.path, which needs it"),
         ("eagle3", "", {}, "draft.path: no folder ''"),
         ("mtp", "", {}, "draft.path: no folder ''"),
         ("model", "", {"preset": "nano"}, "draft.path: no folder ''"),
@@ -221,8 +221,8 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         ("mtp", "mtp_of_another", {}, "mtp_of_another"),
         ("eagle3", "eagle3", {}, "reads what enters layers 2, 3, 4; they must ascend within 0..1"),
         ("mtp", "nowhere", {}, "nowhere"),
-        ("ngram", "model", {}, "draft.path=.*no weights to load"),
-        ("ngram", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=ngram"),
+        ("ngram", "model", {}, "draft.path=.*no weights, to load"),
+        ("ngram", "", {"cascade": 3}, "draft.cascade=3: draft.kind=ngram"),
         ("none", "", {"dtype": "float16"}, "policy.dtype=float16"),
         ("none", "", {"tokenizer": "nowhere"}, "nowhere"),
         ("none", "", {"tokenizer": ""}, "tokenizer.json"),

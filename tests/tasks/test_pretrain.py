@@ -18,7 +18,7 @@ def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
     # Its engines would be compiled for it.
     monkeypatch.setattr(pretrain, "evaluation_metrics", lambda *_, **__: {"eval/accuracy": 0.0})
     config = pretrain_tiny.get_config("smoke")
-    run = make_run(config, steps=12, pretrain__batch_size=16, pretrain__output=str(tmp_path / "base"))
+    run = make_run(config, steps=12, pretrain__batch_size=16, export__output=str(tmp_path / "base"))
     (tmp_path / "base").mkdir()
     log = pretrain.pretrain(
         run.learner, run.rollout, run.problems, scorer=run.scorer, workdir=str(tmp_path), stop=NEVER

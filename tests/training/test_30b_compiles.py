@@ -13,9 +13,9 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
@@ -51,7 +51,7 @@ def collectives(compiled, kind):
 
 def test_policy_step_compiles_sharded():
     partition = partitioner(mesh(), LEARNER)
-    learner = PolicyForward(MODEL, BF16, True, vocab_tile=CONFIG.policy.vocab_tile, temperature=1.0)
+    learner = PolicyForward(MODEL, BF16, True, vocab_tile=4_748, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition=partition)
     B, T = 8, 4096

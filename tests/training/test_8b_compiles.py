@@ -15,9 +15,9 @@ from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts import eagle3
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.learner.draft_step import DraftForward, make_draft_step
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step
@@ -45,9 +45,7 @@ def mesh():
 def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy
-    learner = PolicyForward(
-        MODEL, jnp.dtype(policy.compute_dtype), policy.remat, vocab_tile=policy.vocab_tile, temperature=1.0
-    )
+    learner = PolicyForward(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, vocab_tile=4_748, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(
         learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition=partition
@@ -72,9 +70,9 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     """Plain, and drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
-    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, chunk=r.chunk)
+    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, chunk=64)
     config = InferenceConfig(
-        Sampling(), limits, 0, dtype=jnp.dtype(CONFIG.policy.dtype), cache_dtype=jnp.dtype(r.cache_dtype)
+        Sampling(), limits, 0, dtype=jnp.dtype(CONFIG.policy.dtype), cache_dtype=jnp.dtype(r.dtype)
     )
     draft = DRAFT if k else None
     drafter = (
@@ -101,9 +99,7 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     dtype = jnp.dtype(CONFIG.policy.compute_dtype)
-    learner = DraftForward(
-        DRAFT, MODEL, dtype, loss=CONFIG.draft.loss, ttt_steps=3, vocab_tile=CONFIG.policy.vocab_tile, temperature=1.0
-    )
+    learner = DraftForward(DRAFT, MODEL, dtype, loss=CONFIG.draft.loss, ttt_steps=3, vocab_tile=4_748, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
     state = abstract_state(DRAFT.specs, optimizer, partition)

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from specrl_jax.errors import RunFailed
+from specrl_jax.training import monitor as monitoring
 from specrl_jax.training.monitor import ENTROPY, EQUAL, GROWTH, NAMES, TRUNCATED, UNSCORED, WEIGHTS, Alarms, Monitor
 from tests.rollout.test_speculation import setup_of as speculation_parts
 
@@ -115,9 +116,8 @@ def test_what_it_knows_survives_a_restart():
 # ---- updates skipped in a row
 
 
-def monitor_of(max_skipped, host=None):
+def monitor_of(host=None):
     plan, engine = speculation_parts(weights=False)
-    plan.config.optimizer = types.SimpleNamespace(max_skipped=max_skipped)
     return Monitor(plan, engine, host)
 
 
@@ -126,19 +126,19 @@ def observe(monitor, step, *skipped):
     return monitor.observe(HEALTHY | {"step": step}, skipped, checkpoints)
 
 
-def test_too_many_skipped_updates_in_a_row_end_the_run_and_name_the_checkpoint():
-    monitor = monitor_of(3)
+def test_too_many_skipped_updates_in_a_row_end_the_run_and_name_the_checkpoint(monkeypatch):
+    monkeypatch.setattr(monitoring, "MOST_SKIPPED", 3)
+    monitor = monitor_of()
     observe(monitor, 1, True, True, False)
     observe(monitor, 2, False, True)
     # Counted over the end of a step, and through a checkpoint.
-    restored = monitor_of(3, monitor.state({}))
-    with pytest.raises(RunFailed, match=r"step 3: 3 updates in a row .*max_skipped=3.* checkpoint is step 2"):
+    restored = monitor_of(monitor.state({}))
+    with pytest.raises(RunFailed, match=r"step 3: 3 updates in a row .*at most 2 may.* checkpoint is step 2"):
         observe(restored, 3, True, True, False)
 
 
-def test_skipped_updates_with_good_ones_between_are_not_in_a_row():
-    monitor = monitor_of(2)
+def test_skipped_updates_with_good_ones_between_are_not_in_a_row(monkeypatch):
+    monkeypatch.setattr(monitoring, "MOST_SKIPPED", 2)
+    monitor = monitor_of()
     for step in range(1, 6):
         observe(monitor, step, True, False)
-    forever = monitor_of(0)
-    observe(forever, 1, *[True] * 50)

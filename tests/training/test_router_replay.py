@@ -344,10 +344,10 @@ def run():
     config.policy.update({"preset": "nano_moe", "router_replay": True, "dtype": "bfloat16"})
     config.draft.update({"kind": "ngram", "path": "", "compare_rounds": 0})
     config.grpo.update({"correction": "token_truncate", "kl_coef": 0.1, "minibatches": 2, "epochs": 2})
-    config.rollout.update({"num_slots": 4, "compute_dtype": "bfloat16", "cache_dtype": "bfloat16"})
+    config.rollout.update({"num_slots": 4, "dtype": "bfloat16"})
     config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
     config.checkpoint.update({"every": 2, "keep": 9})
-    config.pipeline.update({"mode": "async", "rollout_devices": 1, "lag": 1})
+    config.pipeline.update({"schedule": "async", "rollout_devices": 1, "lag": 1})
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 2, "tensor": 1}, jax.devices()[:4])
     return make_run(config, mesh, FunctionScorer(lower_case))
 
@@ -401,6 +401,7 @@ def test_one_engine_records_and_a_dry_run_counts_it(run):
     phases = {phase.name: phase for phase in find_phases(plan)}
     for name in ("generate: experts to the host", "comparison of experts", "train policy"):
         phases[name].lower()
-    without = page_bytes(plan.model, None, config.rollout, partition=plan.rollout_partition)
+    tokens = plan.limits.page_tokens
+    without = page_bytes(plan.model, None, config.rollout.dtype, tokens=tokens, partition=plan.rollout_partition)
     # A byte for each of two experts in two layers.
-    assert plan.page_bytes - without == plan.limits.page_tokens * 4
+    assert plan.page_bytes - without == tokens * 4

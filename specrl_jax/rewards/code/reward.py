@@ -15,7 +15,7 @@ from specrl_jax.rewards.sandbox.mechanisms import Interpreter
 from specrl_jax.rewards.sandbox.process import Sandbox
 
 SOLUTIONS = ("solution", "code", "solutions")  # columns of a row's own program
-MARGIN = 1.0  # seconds of reward.timeout that are left to end the last program
+MARGIN = 1.0  # seconds of reward.timeout that are left to end the last program, at most half of it
 
 
 class CodeOptions(NamedTuple):
@@ -49,7 +49,7 @@ class CodeReward:
         """Return the reward, whether all tests passed, and parts: the share of them, whether there was a program, and
         whether it exceeded a test's time.
         """
-        end = time.monotonic() + self._options.timeout - MARGIN
+        end = time.monotonic() + self._options.timeout - min(MARGIN, self._options.timeout / 2)
         tests = parse_tests(answer, row)
         program = extract_program(response, tests.function)
         passed, late = 0.0, False

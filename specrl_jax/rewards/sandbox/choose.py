@@ -8,14 +8,23 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specrl_jax.errors import InputError
-from specrl_jax.rewards.sandbox.http import HttpSandbox
+from specrl_jax.rewards.sandbox.http import HttpSandbox, is_url
 from specrl_jax.rewards.sandbox.limits import Limits, Run, SandboxError
-from specrl_jax.rewards.sandbox.mechanisms import ENVIRONMENT, SYSTEM, Interpreter, account, hidden, missing, own_uid
+from specrl_jax.rewards.sandbox.mechanisms import (
+    ENVIRONMENT,
+    MECHANISMS,
+    SYSTEM,
+    Interpreter,
+    account,
+    hidden,
+    missing,
+    own_uid,
+)
 from specrl_jax.rewards.sandbox.process import LocalSandbox, Sandbox
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 OLDEST = (3, 9)
-_ALTERNATIVE = "reward.sandbox=http with reward.sandbox_url runs programs on a SandboxFusion server"
+_ALTERNATIVE = "reward.sandbox=http://HOST:PORT runs programs on a SandboxFusion server"
 _ABOUT = "import ctypes, json, sys; print(json.dumps([sys.executable, sys.version_info[:3], " + (
     "[sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]]))"
 )
@@ -61,21 +70,20 @@ class Chosen(NamedTuple):
         return f"reward.sandbox: {self.mechanism}, programs run in {self.python.path} ({self.python.version})"
 
 
-def choose(name: str, url: str, python: str, *, limits: Limits) -> Chosen:
+def choose(name: str, python: str, *, limits: Limits) -> Chosen:
     """Return the sandbox that reward.sandbox names, or the first that works; a program has run in it.
 
     Args:
-      name: "auto", "bubblewrap", "landlock" or "http".
-      url: of the server, for "http" only.
+      name: "auto", "bubblewrap", "landlock" or the URL of a server.
       python: interpreter of programs; "" is this process's own without its packages, or the system's where the account
         that programs get cannot read that.
     Raises:
       InputError: where there is none, with what each lacks and what would do instead.
     """
-    if name == "http":
-        return _try_server(url, limits)
+    if is_url(name):
+        return _try_server(name, limits)
     faults = []
-    for mechanism in ("bubblewrap", "landlock") if name == "auto" else (name,):
+    for mechanism in MECHANISMS if name == "auto" else (name,):
         if fault := missing(mechanism):
             faults.append(f"{mechanism}: {fault}")
             continue
@@ -138,8 +146,8 @@ def _try_server(url: str, limits: Limits) -> Chosen:
     try:
         ran = HttpSandbox(url, limits).run(Run("print(int(input()) * 7)", "6\n"), 20.0)
     except SandboxError as error:
-        raise InputError(f"reward.sandbox_url: {error}") from None
+        raise InputError(f"reward.sandbox: {error}") from None
     if ran.stdout.strip() != "42":
         reply = f"{ran.stdout[:50]!r} {ran.stderr[-100:]!r}"
-        raise InputError(f"reward.sandbox_url={url}: asked for 6 * 7, it said {reply}")
+        raise InputError(f"reward.sandbox={url}: asked for 6 * 7, it said {reply}")
     return Chosen("http", limits, None, url=url)

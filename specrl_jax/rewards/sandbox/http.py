@@ -82,7 +82,7 @@ class HttpSandbox:
         raise AssertionError  # the last attempt returned or raised
 
 
-def check_url(url: str) -> str:
-    """Return what is wrong with a server's URL; "" for nothing."""
-    parts = urllib.parse.urlsplit(url)
-    return "" if parts.scheme in ("http", "https") and parts.hostname else "http://HOST:PORT is needed"
+def is_url(name: str) -> bool:
+    """Return whether a value of reward.sandbox is the URL of a server."""
+    parts = urllib.parse.urlsplit(name)
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from specrl_jax.rewards.sandbox.limits import Limits
 from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
 
-MECHANISMS = ("bubblewrap", "landlock", "http")
+MECHANISMS = ("bubblewrap", "landlock")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",

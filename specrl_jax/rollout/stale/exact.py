@@ -1,6 +1,6 @@
 """Rollouts that begin before their weights are there: what was drawn of later steps, kept from call to call.
 
-Under `pipeline.weight_update=exact` rollouts of the next `pipeline.lag` steps begin under the weights at hand: in slots
+Under `pipeline.schedule=exact` rollouts of the next `pipeline.lag` steps begin under the weights at hand: in slots
 that stand free at the end of a step, and, asynchronously, while the learner makes the next weights. Every step verifies
 its texts under its own weights before it goes on (features/reverify.py). Noise is keyed by rollout and position, so a
 step has the rollouts that it would have without them. Nothing of it is saved: a resumed run draws them again.

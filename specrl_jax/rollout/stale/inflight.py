@@ -1,6 +1,6 @@
 """In-flight weight updates: running rollouts take the newest weights between two chunks.
 
-`pipeline.weight_update=inflight`. When depends on timing. A run writes it down, and `pipeline.repeat` takes weights at
+`pipeline.schedule=inflight`. When depends on timing. A run writes it down, and `pipeline.repeat` takes weights at
 the same places again.
 """
 

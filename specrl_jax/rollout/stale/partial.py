@@ -1,9 +1,9 @@
 """Over-sampled groups and partial rollouts: a step learns from the groups that are complete first.
 
 A step begins `grpo.oversample` groups more than it learns from, and ends once enough are complete. The others are
-dropped, or, with `rollout.carry`, go on in the next step with their tokens. Either way a rollout's length decides when
-it is learned from, and carried tokens are of older weights: the rollouts of a step are no sample of its policy (by how
-much, on a toy: experiments/early_rollouts/README.md).
+dropped, or, under `pipeline.schedule=partial`, go on in the next step with their tokens. Either way a rollout's length
+decides when it is learned from, and carried tokens are of older weights: the rollouts of a step are no sample of its
+policy (by how much, on a toy: experiments/early_rollouts/README.md).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class PartialRollouts(NamedTuple):
     problems: list[Problem]  # of groups that go on in the next step
     rollouts: Rollouts | None  # theirs, finished or not; None: no groups
     dropped: int = 0  # response tokens of groups that do not go on
-    seen: SeenLengths = NONE_SEEN  # of the prompts of all steps (rollout.order)
+    seen: SeenLengths = NONE_SEEN  # of the prompts of all steps
 
     @property
     def carried(self) -> int:
@@ -57,16 +57,11 @@ def local_partial_rollouts(left: Sequence[PartialRollouts]) -> PartialRollouts:
     return NO_PARTIAL_ROLLOUTS._replace(seen=SeenLengths(*map(np.concatenate, zip(*(each.seen for each in left)))))
 
 
-def enough_groups(groups: int, group_size: int, carry: int) -> Callable[[np.ndarray], bool]:
-    """Return whether, of rollouts that are `finished` [R] bool, `groups` are complete and few others still run.
-
-    Args:
-      carry: most unfinished ones that may go on in the next step; 0: any number, they are dropped.
-    """
+def enough_groups(groups: int, group_size: int) -> Callable[[np.ndarray], bool]:
+    """Return whether, of rollouts that are `finished` [R] bool, `groups` are complete."""
 
     def enough(finished: np.ndarray) -> bool:
-        complete = finished.reshape(-1, group_size).all(axis=1).sum()
-        return bool(complete >= groups and (not carry or (~finished).sum() <= carry))
+        return bool(finished.reshape(-1, group_size).all(axis=1).sum() >= groups)
 
     return enough
 

@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from specrl_jax.coordinator import unless_within
 from specrl_jax.decoding.rollouts import NO_VERSION, Rollouts, WeightsVersion
-from specrl_jax.distributed import from_bytes, to_bytes, unless_within
 from specrl_jax.errors import InputError
+from specrl_jax.serialize import from_bytes, to_bytes
 
 ADDRESS = "workers.json"  # in the workdir
 # A machine that is gone without a word is noticed after about half a minute: seconds until the first question, between
@@ -40,11 +41,15 @@ class Address(NamedTuple):
 
 
 class RolloutWorkerHello(NamedTuple):
-    """A worker's first message; the answer is why it cannot help, "" if it can."""
+    """A worker's first message; the answer is why it cannot help, "" if it can.
 
-    facts: str  # JSON, of io/agreement.py
-    name: str  # host and process
-    devices: int
+    Another process of the learner says only which it is, and gets no answer.
+    """
+
+    facts: str = ""  # JSON, of io/agreement.py
+    name: str = ""  # host and process
+    devices: int = 0
+    process: int = 0  # of the learner; 0: a worker
 
 
 Bounds = tuple[tuple[int, int], ...]  # start and stop along every axis

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self
 
-from specrl_jax.distributed import first_difference
+from specrl_jax.coordinator import first_difference
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import WorkersFailed
+from specrl_jax.errors import InputError, WorkersFailed
 from specrl_jax.rollout.workers import transfer
 from specrl_jax.rollout.workers.messages import (
     ENDED,
@@ -34,6 +34,8 @@ from specrl_jax.rollout.workers.messages import (
     write_address,
 )
 
+# All processes of the learner have connected after so long: they have met at the coordinator just before.
+CONNECT_SECONDS = 60.0
 # A step waits so long for a first worker, or for another one once the last has left.
 PATIENCE = 600.0
 # How often a waiting step looks whether the run was asked to stop.
@@ -87,13 +89,15 @@ class WorkerPool:
         self._facts, self._wanted = facts, wanted
         self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
         own, port = self._listener.getsockname()
+        self.address = Address(own, port, self._key.hex())
         self._server = transfer.start_server(own)
         self._changed = threading.Condition()  # guards what follows
         self._jobs: deque[_Job] = deque()
         self._workers: dict[str, int] = {}  # name -> devices
+        self._processes: dict[int, Connection] = {}  # the learner's others
         self._failed, self._closed, self._finished = "", False, False
         self._fetched = (0, 0.0)  # checksum of the newest weights, seconds of the longest fetch
-        write_address(workdir, Address(own, port, self._key.hex()))
+        write_address(workdir, self.address)
         threading.Thread(target=self._accept, name="rollout workers", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -108,6 +112,21 @@ class WorkerPool:
         with contextlib.suppress(OSError), self._listener:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         remove_address(self._workdir)
+        for connection in self._processes.values():
+            connection.close()
+
+    def processes(self, count: int) -> list[Connection]:
+        """Wait for the `count` other processes of the learner; return the connections to them, in their order.
+
+        Raises InputError where one does not come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._processes) == count, CONNECT_SECONDS):
+                raise InputError(
+                    f"pipeline.host: {len(self._processes)} of the learner's {count} other processes reached the first "
+                    f"one within {CONNECT_SECONDS:g} s"
+                )
+            return [self._processes[i] for i in sorted(self._processes)]
 
     def compile(self, weights: Weights, on_wait: OnProgress, others: Others = list) -> None:
         """Wait for the first workers, and let them compile the training engine."""
@@ -198,13 +217,20 @@ class WorkerPool:
             threading.Thread(target=self._serve, args=(connection,), name="rollout worker", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        """Give one worker its jobs until it, or the run, ends."""
-        with connection:
+        """Give one worker its jobs until it, or the run, ends; keep the connection of a process of the learner."""
+        with contextlib.ExitStack() as ending:
+            ending.enter_context(connection)
             try:
                 with deadline(connection):
                     # Here, where somebody without the key keeps nobody else waiting.
                     check_key(connection, self._key)
                     hello = receive(connection, RolloutWorkerHello)
+                    if hello.process:
+                        ending.pop_all()
+                        with self._changed:
+                            self._processes[hello.process] = connection
+                            self._changed.notify_all()
+                        return
                     refused = difference(self._facts, json.loads(hello.facts))
                     send(connection, refused)
             except Exception:  # of a stranger, or of a worker that has left again

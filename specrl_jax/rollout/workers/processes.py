@@ -9,8 +9,7 @@ import dataclasses
 import enum
 import functools
 import json
-import secrets
-import socket
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.config import Config
 from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.rollouts import Rollouts
@@ -29,19 +28,13 @@ from specrl_jax.rollout.workers import transfer
 from specrl_jax.rollout.workers.messages import (
     Address,
     Offer,
-    accept,
-    check_key,
-    deadline,
-    listen,
+    RolloutWorkerHello,
     open_connection,
     own_address,
     receive,
     send,
 )
 from specrl_jax.rollout.workers.pool import OnProgress, Others, WorkerPool
-
-# All have connected after so long: they have met at the coordinator just before.
-CONNECT_SECONDS = 60.0
 
 T = TypeVar("T")
 # What the first process does in a call: (pool, called while it waits, what the others offer) -> result
@@ -110,7 +103,7 @@ class First:
                 for connection in self._connections:
                     send(connection, Request(self._call, found))
         except OSError as error:
-            raise distributed.has_left(error) from None
+            raise coordinator.has_left(error) from None
         return found
 
     def _offers(self, call: int) -> list[Offer] | None:
@@ -135,11 +128,10 @@ class Other:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._server = connection, transfer.start_server(own_address(connection))
+        self._rollouts = queue.SimpleQueue[Rollouts | None]()  # None: the first process has left, or this one does
         self._changed = threading.Condition()  # guards what follows
         self._call = 0
         self._weights: Weights | None = None
-        self._rollouts: Rollouts | None = None
-        self._left = False  # the first process has, or this one does
         threading.Thread(target=self._serve, name="weights for workers", daemon=True).start()
 
     def metrics(self) -> dict[str, int | float]:
@@ -165,11 +157,8 @@ class Other:
     ) -> Rollouts:
         """Return the rollouts that the first process sends."""
         self.together(weights, work, agree, on_progress=on_progress)
-        with self._changed:
-            self._changed.wait_for(lambda: self._rollouts is not None or self._left)
-            found, self._rollouts = self._rollouts, None
-        if found is None:
-            raise distributed.has_left(ConnectionError("no rollouts came from the first process"))
+        if (found := self._rollouts.get()) is None:
+            raise coordinator.has_left(ConnectionError("no rollouts came from the first process"))
         return found
 
     def _set(self, call: int, weights: Weights | None) -> None:
@@ -185,15 +174,11 @@ class Other:
                 if request.rollouts is None:
                     send(self._connection, OfferReply(self._offer(request.call)))
                 else:
-                    with self._changed:
-                        self._rollouts = request.rollouts
-                        self._changed.notify_all()
+                    self._rollouts.put(request.rollouts)
         except (EOFError, OSError):  # the first process says why
             pass
         finally:
-            with self._changed:
-                self._left = True
-                self._changed.notify_all()
+            self._rollouts.put(None)
 
     def _offer(self, call: int) -> Offer | None:
         with self._changed:
@@ -209,41 +194,20 @@ def open_workers(config: Config, workdir: str) -> Iterator[First | Other]:
     Raises InputError in all processes.
     """
     host, wanted = config.pipeline.host, config.pipeline.workers
-    connections = connect_processes(host)
+    pool: WorkerPool | None = None
     with contextlib.ExitStack() as ending:
-        for connection in connections:
-            ending.enter_context(connection)
-        with distributed.refused_together():
-            process: First | Other
+        with coordinator.refused_together():
             if distributed.is_first_process():
                 facts = worker_facts(dataclasses.asdict(config), workdir)
-                process = First(ending.enter_context(WorkerPool(facts, host, workdir, wanted=wanted)), connections)
+                pool = ending.enter_context(WorkerPool(facts, host, workdir, wanted=wanted))
+        address = Address(*json.loads(coordinator.exchange(json.dumps(pool and pool.address))[0]))
+        with coordinator.refused_together():
+            process: First | Other
+            if pool:
+                process = First(pool, pool.processes(jax.process_count() - 1))
             else:
-                process = Other(*connections)
+                process = Other(ending.enter_context(_connect(address)))
         yield process
-
-
-def connect_processes(host: str) -> list[Connection]:
-    """Connect the first process to each of the others; return its connections to them, or theirs to it.
-
-    Args:
-      host: of the first process.
-    Raises:
-      InputError: in all processes, where one cannot be reached.
-    """
-    if jax.process_count() == 1:
-        return []
-    server, key = None, secrets.token_bytes(32)
-    with distributed.refused_together():
-        if distributed.is_first_process():
-            server = listen(host)
-    here = json.dumps([*server.getsockname(), key.hex()]) if server else ""
-    address = Address(*json.loads(distributed.exchange(here)[0]))
-    with distributed.refused_together():
-        if server is None:
-            return [_connect(address)]
-        with server:
-            return _accept(server, key, jax.process_count() - 1)
 
 
 def _connect(address: Address) -> Connection:
@@ -251,26 +215,5 @@ def _connect(address: Address) -> Connection:
         connection = open_connection(address)
     except (OSError, EOFError) as error:
         raise InputError(f"pipeline.host: the first process does not answer at {address.host}: {error}") from None
-    send(connection, jax.process_index())
+    send(connection, RolloutWorkerHello(process=jax.process_index()))
     return connection
-
-
-def _accept(server: socket.socket, key: bytes, count: int) -> list[Connection]:
-    """Return the connections of `count` processes, in their order."""
-    found: dict[int, Connection] = {}
-    server.settimeout(CONNECT_SECONDS)
-    while len(found) < count:
-        try:
-            connection = accept(server)
-        except OSError:
-            raise InputError(
-                f"pipeline.host: {len(found)} of the learner's {count} other processes reached the first one within "
-                f"{CONNECT_SECONDS:g} s"
-            ) from None
-        try:
-            with deadline(connection):
-                check_key(connection, key)
-                found[receive(connection, int)] = connection
-        except Exception:  # a stranger
-            connection.close()
-    return [found[i] for i in sorted(found)]

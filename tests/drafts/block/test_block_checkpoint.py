@@ -10,10 +10,10 @@ import safetensors.numpy
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.base import DraftOptions
-from specrl_jax.drafts.block import block_network as network
-from specrl_jax.drafts.block.block_draft import BlockDraft
+from specrl_jax.drafts.block import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
+from specrl_jax.learner.build import make_learner
 from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.planning.plan import make_plan
 from tests.drafts.block.test_block_network import CONFIGS, ONE, TARGET, params_of
@@ -113,7 +113,8 @@ def test_a_drafter_with_layers_of_its_own_is_read_back(kind, dialect, tmp_path):
     own = {"heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "rope": Rope(300.0), "norm_epsilon": 1e-3}
     target = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(4.0, 64)), experts=4, experts_per_token=2, dense_mlp=20)
     config, folder = dataclasses.replace(CONFIGS[kind], **own), str(tmp_path)
-    draft, params = BlockDraft(config, dialect or OWN[kind]), drawn_params(network.param_specs(config))
+    draft = BlockDraft(config, dialect or OWN[kind])
+    params = drawn_params(draft.specs)
     draft.save(folder, params, IDS if draft.has_vocab_map else None, target=target, dtype="float32")
     assert make_method(DraftOptions(kind, path=folder), target).model.config == config
     written = read_config(tmp_path)
@@ -130,8 +131,18 @@ def write(folder, tensors):
     [
         ("dflash", (), {"hidden_size": 8}, "hidden_size=8, the policy has 16"),
         ("dflash", (), {"vocab_size": 25}, "vocab_size=25, the policy has 24"),
-        ("dflash", ("dflash_config",), {"target_layer_ids": [2, 1, 3]}, "must ascend within 0..4"),
-        ("dflash", ("dflash_config",), {"target_layer_ids": [1, 2, 5]}, "must ascend within 0..4"),
+        (
+            "dflash",
+            ("dflash_config",),
+            {"target_layer_ids": [2, 1, 3]},
+            "enters layers 3, 2, 4; they must ascend within 0..5",
+        ),
+        (
+            "dflash",
+            ("dflash_config",),
+            {"target_layer_ids": [1, 2, 5]},
+            "enters layers 2, 3, 6; they must ascend within 0..5",
+        ),
         ("dflash", ("dflash_config",), {"mask_token_id": 24}, "mask_token_id=24"),
         ("dflash", (), {"block_size": None}, "lacks 'block_size'"),
         ("dspark", (), {"markov_head_type": "rnn"}, "markov_head_type=rnn"),
@@ -161,20 +172,19 @@ def test_the_kind_and_the_length_must_fit_the_block(tmp_path):
 @pytest.mark.parametrize("key", ["length", "ttt_steps"])
 def test_a_run_whose_drafts_are_longer_than_a_block_is_refused(key):
     config = rlzero_tiny.get_config("smoke")
-    config.draft.update({"kind": "dflash", "slots": 4, "length": 3, "ttt_steps": 3})
-    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 3
-    config.draft[key] = 4
-    with pytest.raises(InputError, match=rf"draft\.{key}=4: a block of this drafter has 3 drafts"):
+    config.draft.update({"kind": "dspark", "length": 7, "ttt_steps": 7})
+    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 7
+    config.draft[key] = 8
+    with pytest.raises(InputError, match=rf"draft\.{key}=8: a block of this drafter has 7 drafts"):
         make_plan(from_config_dict(config), ONE.mesh)
 
 
-def test_a_head_that_drafts_behind_every_token_takes_no_anchors():
+@pytest.mark.parametrize(("kind", "stride", "drafts"), [("dflash", 4, 7), ("dspark", 4, 7), ("eagle3", 1, None)])
+def test_drafters_of_one_pass_start_at_every_fourth_token(kind, stride, drafts):
     config = rlzero_tiny.get_config("smoke")
-    config.draft.update({"kind": "dflash", "anchor_stride": 4, "ttt_steps": 3})
-    make_plan(from_config_dict(config), ONE.mesh)
-    config.draft.kind = "eagle3"
-    with pytest.raises(InputError, match=r"draft\.anchor_stride=4: draft\.kind=eagle3"):
-        make_plan(from_config_dict(config), ONE.mesh)
+    config.draft.update({"kind": kind, "ttt_steps": 3})
+    learner = make_learner(make_plan(from_config_dict(config), ONE.mesh))
+    assert (learner.draft_forward.anchor_stride, learner.plan.draft.longest) == (stride, drafts)
 
 
 def test_ids_that_are_not_different_are_refused(tmp_path):

@@ -9,10 +9,10 @@ import pytest
 
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
-from specrl_jax.drafts import slots
+from specrl_jax.drafts import block as network
+from specrl_jax.drafts import one_pass
 from specrl_jax.drafts.base import DraftInputs, TargetTables
-from specrl_jax.drafts.block import block_network as network
-from specrl_jax.drafts.block.block_draft import BlockDraft
+from specrl_jax.drafts.block import BlockDraft
 from specrl_jax.models import attention
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -31,7 +31,7 @@ kinds = pytest.mark.parametrize("kind", CONFIGS)
 
 @functools.cache
 def params_of(kind):
-    return drawn_params(network.param_specs(CONFIGS[kind]))
+    return drawn_params(BlockDraft(CONFIGS[kind], "").specs)
 
 
 @functools.cache
@@ -158,15 +158,17 @@ def test_packed_texts_do_not_see_each_other(kind):
 def test_long_rows_go_in_parts_to_the_same_gradient(monkeypatch):
     tokens, features, embed, _ = map(jnp.asarray, text())
 
+    draft = BlockDraft(CONFIGS["dspark"], "")
+
     def gradient():
         def loss(params):
-            return jnp.sin(network.unrolled(params, CONFIGS["dspark"], inputs_of(tokens, features, embed, embed))).sum()
+            return jnp.sin(draft.outputs(params, inputs_of(tokens, features, embed, embed))).sum()
 
         return jax.jit(jax.grad(loss))(params_of("dspark"))
 
     whole = gradient()
-    monkeypatch.setattr(slots, "SCORES", 3 * T * CONFIGS["dspark"].slots)
-    assert attention.SCORES != slots.SCORES
+    monkeypatch.setattr(one_pass, "SCORES", 3 * T * CONFIGS["dspark"].slots)
+    assert attention.SCORES != one_pass.SCORES
     for a, b in zip(jax.tree.leaves(gradient()), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())), rtol=0)
 

@@ -11,13 +11,13 @@ import shutil
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.formats import write_head
+from specrl_jax.drafts import eagle3
+from specrl_jax.drafts.write_head import write_eagle
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
 from specrl_jax.models.rotary import Llama3Scaling, Rope, Yarn
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.heads import VARIANTS, random_params, torch_layout
 
 # Every size differs from every other, and N * H from D.
@@ -39,17 +39,17 @@ def head_of(name):
 def save(folder, dialect, head=HEAD, dtype="float32", ids=IDS):
     """The parameters, exactly representable in `dtype`."""
     params = random_params(head, dtype=dtype)
-    eagle3_formats.save(str(folder), params, ids, config=head, target=TARGET, dtype=dtype, dialect=dialect)
+    EAGLE3_FOLDERS.save(str(folder), params, ids, config=head, target=TARGET, dtype=dtype, dialect=dialect)
     return params
 
 
 def load_config(folder, target=TARGET):
-    return eagle3_formats.load_config(str(folder), target)
+    return EAGLE3_FOLDERS.load_config(str(folder), target)
 
 
 def load(folder, partition):
     head = load_config(folder)
-    return head, eagle3_formats.load_params(str(folder), head, partition)
+    return head, EAGLE3_FOLDERS.load_params(str(folder), head, partition)
 
 
 def sizes_at(dialect):
@@ -107,7 +107,7 @@ def test_the_same_head_comes_back(dialect, name, tmp_path, partition):
     head, loaded = load(tmp_path, partition)
     assert head == head_of(name)
     assert_same_trees(loaded, params)
-    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(tmp_path), head, TARGET), IDS)
+    np.testing.assert_array_equal(EAGLE3_FOLDERS.load_vocab_map(str(tmp_path), head, TARGET), IDS)
 
 
 @dialects
@@ -117,12 +117,12 @@ def test_a_head_of_a_shallow_policy_comes_back(dialect, layers, tmp_path, partit
     target = dataclasses.replace(TARGET, layers=layers)
     head = eagle3.eagle3_config(target, 16)
     params = random_params(head)
-    eagle3_formats.save(str(tmp_path), params, IDS, config=head, target=target, dtype="float32", dialect=dialect)
+    EAGLE3_FOLDERS.save(str(tmp_path), params, IDS, config=head, target=target, dtype="float32", dialect=dialect)
     assert read_tensors(tmp_path)["fc.weight"].shape == (24, 24 * len(head.aux_layers))
     said = {AUX: list(head.aux_layers)} | ({"num_aux_hidden_states": 2} if layers == 2 else {})
     assert {key: value for key, value in read_config(tmp_path).items() if "aux" in key} == said
     assert load_config(tmp_path, target) == head
-    assert_same_trees(eagle3_formats.load_params(str(tmp_path), head, partition), params)
+    assert_same_trees(EAGLE3_FOLDERS.load_params(str(tmp_path), head, partition), params)
 
 
 # What is written
@@ -181,7 +181,7 @@ def test_the_nested_config_leaves_no_variant_to_a_default(saved, tmp_path):
     own = {key: flat[key] for key in layer.keys() & flat.keys()}
     assert layer == own | {"attention_bias": False, "mlp_bias": False}
     assert own.keys() >= {"head_dim", "rope_theta", "max_position_embeddings", "vocab_size", "model_type"}
-    eagle3_formats.save(
+    EAGLE3_FOLDERS.save(
         str(tmp_path),
         random_params(HEAD),
         IDS,
@@ -259,14 +259,14 @@ def test_a_heads_own_length_limit_neither_clamps_nor_comes_back(dialect, copy, t
     edit_config(folder, *sizes_at(dialect), max_position_embeddings=8)
     head, params = load(folder, partition)
     assert head == HEAD and head.max_positions == TARGET.max_positions
-    eagle3_formats.save(
+    EAGLE3_FOLDERS.save(
         str(tmp_path / "again"), params, IDS, config=head, target=TARGET, dtype="float32", dialect=dialect
     )
     written = read_config(tmp_path / "again")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == TARGET.max_positions
     stretched = dataclasses.replace(TARGET, rope=Rope(1e4, Yarn(4.0, TARGET.max_positions)))
-    written = write_head(head, stretched, "float32", name=dialect, verifier="")
+    written = write_eagle(head, dialect, stretched, kind="eagle3", dtype="float32", verifier="")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == stretched.longest == 4 * TARGET.max_positions
 
@@ -479,7 +479,7 @@ def test_a_head_over_the_whole_vocabulary_needs_no_map(tmp_path):
     save(tmp_path, "speculators", head, ids=np.arange(TARGET.vocab))
     edit_tensors(tmp_path, {"d2t": None, "t2d": None})
     assert load_config(tmp_path) == head
-    ids = eagle3_formats.load_vocab_map(str(tmp_path), head, TARGET)
+    ids = EAGLE3_FOLDERS.load_vocab_map(str(tmp_path), head, TARGET)
     assert ids.dtype == np.int32
     np.testing.assert_array_equal(ids, np.arange(TARGET.vocab))
 
@@ -515,8 +515,8 @@ def test_t2d_may_be_missing_but_not_wrong(copy):
         ({"num_attention_heads": None}, ["lacks 'num_attention_heads'"]),
         ({"rms_norm_eps": "1e-6"}, ['rms_norm_eps="1e-6"', "number"]),
         ({"rope_theta": ...}, ["lacks 'rope_theta'"]),
-        ({"num_key_value_heads": 3}, ["8 heads of 10", "3"]),
-        ({"head_dim": 5}, ["8 heads of 5", "even"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=8", "num_key_value_heads=3"]),
+        ({"head_dim": 5}, ["head_dim=5", "even"]),
     ],
     ids=str,
 )

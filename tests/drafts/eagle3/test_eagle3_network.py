@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts import eagle3
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
@@ -50,7 +51,7 @@ def test_the_head_of_qwen3_8b_has_the_published_size():
     D, F, Q, KV = 4096, 12288, 32 * 128, 8 * 128
     assert config.aux_layers == (2, 18, 33)
     expected = 3 * D * D + 2 * D * (Q + 2 * KV) + Q * D + 3 * D * F + 32_000 * D + 4 * D
-    assert count_params(eagle3.param_specs(config)) == expected
+    assert count_params(eagle3.Eagle3Draft(config).specs) == expected
 
 
 @pytest.mark.parametrize(("name", "width"), [("qwen3_30b_a3b", 6144), ("qwen3_235b_a22b", 12_288)])
@@ -112,7 +113,7 @@ def unrolled_logits(params, head, features, embedded, first_position=0):
 def test_training_drafts_what_the_formula_says(name, layout, inputs):
     params = random_params(head_of(name))
     if layout == "inference":
-        params = eagle3.inference_params(params, jnp.float32)
+        params = Eagle3Draft(head_of(name)).inference_params(params, jnp.float32)
     logits = unrolled_logits(params, head_of(name), *inputs)
     for row in range(B):
         for start in (0, 1, 4):
@@ -123,22 +124,22 @@ def test_training_drafts_what_the_formula_says(name, layout, inputs):
 def test_serving_drafts_what_the_formula_says(name, inputs):
     """Over a cache: pairs before the last one are written; the last one and the drafts are extended."""
     head, start = Eagle3Draft(head_of(name)), 4
-    params = eagle3.inference_params(random_params(head.config), jnp.float32)
+    params = head.inference_params(random_params(head.config), jnp.float32)
     shape, table = own_pages(B, T)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
 
     @jax.jit
     def serve(params, features, embedded):
-        hidden = eagle3.first_hidden(params, head.config, features)
+        hidden = head.hidden_states(params, features, features)
         cache = head.init_cache(shape)
         at, fed, logits = Paging(table, pairs[:, :start]), hidden[:, start : start + 1], []
-        cache = head.write_pairs(
+        _, cache = head.extend(
             params, hidden[:, :start], embedded[:, 1 : start + 1], pairs=at, cache=cache, partition=ONE
         )
         for pair in range(start, start + STEPS):
             at = Paging(table, pairs[:, pair][:, None])
             fed, cache = head.extend(params, fed, embedded[:, pair + 1][:, None], pairs=at, cache=cache, partition=ONE)
-            logits.append(eagle3.draft_logits(params, head.config, fed)[:, 0])
+            logits.append(head.logits(Weights({}, params, None, None), head.lm_head_input(params, fed))[:, 0])
         return jnp.stack(logits, axis=1)
 
     logits = serve(params, *inputs)
@@ -160,8 +161,8 @@ def test_a_head_of_fewer_than_three_features_is_the_formula(layers, norm, inputs
     head = dataclasses.replace(HEAD, aux_layers=tuple(range(layers)), **{norm: True})
     features, embedded, params = inputs[0][:, :, :layers], inputs[1], random_params(head)
     expected = numpy_draft(torch_layout(params), head, features[0], embedded[0], 4, STEPS)
-    fused = eagle3.inference_params(params, jnp.float32)
-    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, eagle3.inference_specs(head))
+    fused = Eagle3Draft(head).inference_params(params, jnp.float32)
+    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, Eagle3Draft(head).inference_specs)
     for weights in (params, fused):
         np.testing.assert_allclose(unrolled_logits(weights, head, features, embedded)[:, 0, 4], expected, atol=ATOL)
 
@@ -181,8 +182,8 @@ def test_a_variant_that_is_overlooked_shows(name, inputs):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_inference_layout_is_as_declared(name):
     head, params = head_of(name), random_params(head_of(name))
-    fused = eagle3.inference_params(params, jnp.bfloat16)
-    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, eagle3.inference_specs(head))
+    fused = Eagle3Draft(head).inference_params(params, jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, Eagle3Draft(head).inference_specs)
     assert {leaf.dtype for leaf in jax.tree.leaves(fused)} == {jnp.dtype(jnp.bfloat16)}
 
 

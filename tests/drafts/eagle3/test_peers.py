@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specrl_jax.drafts.eagle3 import eagle3_checkpoint as eagle3_formats
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
+from specrl_jax.drafts import eagle3
+from specrl_jax.drafts.eagle3 import Eagle3Draft
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import decoder
 from specrl_jax.models.rotary import Rope
+from tests.helpers.head_folders import EAGLE3_FOLDERS
 from tests.helpers.heads import VARIANTS, random_params
 from tests.helpers.policies import random_params as random_policy
 from tests.helpers.policies import row_positions
@@ -70,7 +70,7 @@ def peer_logits(module):
 def our_logits(params, head, form):
     params = jax.tree.map(jnp.asarray, params)
     if form == "rollout":
-        params = eagle3.inference_params(params, jnp.float32)
+        params = Eagle3Draft(head).inference_params(params, jnp.float32)
     embedded = POLICY["embed"][TOKENS][None]
     positions = row_positions(TOKENS[None])
     outputs = unrolled(Eagle3Draft(head), params, FEATURES[None], jnp.asarray(embedded), STEPS, positions)
@@ -97,7 +97,7 @@ def policy(tmp_path_factory):
 def test_a_head_of_ours_gives_the_same_logits_there(name, tmp_path, policy):
     head = dataclasses.replace(HEAD, **VARIANTS[name])
     params = random_params(head)
-    eagle3_formats.save(
+    EAGLE3_FOLDERS.save(
         str(tmp_path), params, IDS, config=head, target=TARGET, dtype="float32", dialect="speculators", verifier=policy
     )
     module = peer(tmp_path)
@@ -125,7 +125,7 @@ def test_a_head_of_ours_gives_the_same_logits_there(name, tmp_path, policy):
 def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, partition):
     """Written by their module with its copy of the embedding, read here."""
     head = dataclasses.replace(HEAD, **VARIANTS[name])
-    eagle3_formats.save(
+    EAGLE3_FOLDERS.save(
         str(tmp_path / "ours"),
         random_params(head),
         IDS,
@@ -139,15 +139,15 @@ def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, par
     module.save_pretrained(tmp_path / "theirs")
     folder = str(tmp_path / "theirs")
     assert "embed_tokens.weight" in safetensors.numpy.load_file(tmp_path / "theirs" / tensor_folder.SINGLE)
-    assert eagle3_formats.load_config(folder, TARGET) == head
-    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(folder, head, TARGET), IDS)
-    assert_same(our_logits(eagle3_formats.load_params(folder, head, partition), head, "learner"), peer_logits(module))
+    assert EAGLE3_FOLDERS.load_config(folder, TARGET) == head
+    np.testing.assert_array_equal(EAGLE3_FOLDERS.load_vocab_map(folder, head, TARGET), IDS)
+    assert_same(our_logits(EAGLE3_FOLDERS.load_params(folder, head, partition), head, "learner"), peer_logits(module))
 
 
 @pytest.mark.slow
 def test_what_they_take_when_norm_before_residual_is_not_said(tmp_path, policy):
     """Their default is not vLLM's, which is ours: a config that leaves it out is two heads, so none is written."""
-    eagle3_formats.save(
+    EAGLE3_FOLDERS.save(
         str(tmp_path),
         random_params(HEAD),
         IDS,
@@ -161,4 +161,4 @@ def test_what_they_take_when_norm_before_residual_is_not_said(tmp_path, policy):
     assert raw.pop("norm_before_residual") is False
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert peer(tmp_path).config.norm_before_residual is False
-    assert eagle3_formats.load_config(str(tmp_path), TARGET).norm_before_residual is True
+    assert EAGLE3_FOLDERS.load_config(str(tmp_path), TARGET).norm_before_residual is True

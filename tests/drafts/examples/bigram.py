@@ -10,58 +10,35 @@ from specrl_jax.core import Params, shift_left
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftModel, DraftOptions
 from specrl_jax.drafts.weights import Caches, Weights
-from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
-from specrl_jax.models.cache import PageShape, Paging
-from specrl_jax.models.decoder import DecoderConfig, Output
-from specrl_jax.models.layers import ParamSpec, Specs, matmul
+from specrl_jax.io.tensors import TensorFolder
+from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.models.layers import Specs, matmul, table_spec
 from specrl_jax.sharding import Partitioner
 
 
 def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
-    draft = BigramDraft(target.vocab, target.embed)
+    draft = BigramDraft(target)
     if options.path:
         TensorFolder(options.path, "draft.path").check(draft.specs)
     return DraftMethod(draft.drafter, draft)
 
 
 @dataclasses.dataclass(frozen=True)
-class BigramDraft:
-    vocab: int
-    embed: int
+class BigramDraft(DraftModel[tuple[()]]):
+    target: DecoderConfig
 
-    aux_layers = ()  # reads no layer of the target
-    has_vocab_map = False  # drafts on the target's vocabulary
-    longest = None  # drafts any number of tokens
+    @property
+    def vocab(self) -> int:
+        return self.target.vocab
 
     @property
     def specs(self) -> Specs:
-        shape, axes = (self.vocab, self.embed), ("vocab", "embed")
-        return {
-            "embed": ParamSpec(shape, axes, self.embed, "embed.weight", "v d -> v d"),
-            "unembed": ParamSpec(shape, axes, self.embed, "lm_head.weight", "v d -> v d"),
-        }
+        V, D = self.target.vocab, self.target.embed
+        return {"embed": table_spec(V, D, "embed", fan_in=D), "unembed": table_spec(V, D, "lm_head", fan_in=D)}
 
-    @property
-    def inference_specs(self) -> Specs:
-        return self.specs
-
-    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
-        return jax.tree.map(lambda w: w.astype(dtype), params)
-
-    # The engine's cache: the last token is in the slots, so nothing is kept.
-    def init_cache(self, shape: PageShape) -> tuple[()]:
-        return ()
-
-    def cache_axes(self) -> tuple[()]:
-        return ()
-
-    def update_cache(
-        self, params: Params, cache: tuple[()], paging: Paging, *, out: Output, partition: Partitioner
-    ) -> tuple[()]:
-        return cache
-
+    # The engine.
     def drafter(self, config: DrafterConfig) -> Drafter:
         def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
             last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)[:, 0]
@@ -81,22 +58,3 @@ class BigramDraft:
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         return {**params, "embed": target["embed"]}
-
-    # Folders.
-    def load(self, folder: str, partition: Partitioner) -> Params:
-        return TensorFolder(folder, "draft.path").load(self.specs, partition, jnp.float32)
-
-    def load_vocab_map(self, folder: str, target: DecoderConfig) -> None:
-        return None
-
-    def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: VocabMap,
-        *,
-        target: DecoderConfig,
-        dtype: str,
-        target_path: str = "",
-    ) -> None:
-        save_folder(folder, hf_tensors(self.specs, params, dtype), {"architectures": ["Bigram"]})

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from specrl_jax.data.rows import rows_of
-from specrl_jax.drafts.mtp import mtp_checkpoint
 from tests.drafts.test_in_engine import ATOL, DRAFTS, MODELS, compiled_unrolled, draft_of, params_of, started, step
 from tests.helpers.folders import read_tensors
 from tests.helpers.policies import numpy_forward
@@ -22,7 +21,7 @@ TOKENS = np.random.default_rng(3).integers(2, MODEL.vocab, (2, 9)).astype(np.int
 def tensors(tmp_path_factory):
     """The head, as it is stored."""
     folder = tmp_path_factory.mktemp("head")
-    mtp_checkpoint.save(str(folder), params_of("mimo")[1], DRAFT.config, target=MODEL, dtype="float32", dialect="mimo")
+    DRAFT.save(str(folder), params_of("mimo")[1], None, target=MODEL, dtype="float32")
     return {name.removeprefix("model.mtp_layers.0."): x.astype(np.float64) for name, x in read_tensors(folder).items()}
 
 

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.drafts import mtp
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import make_method
-from specrl_jax.drafts.mtp import mtp_checkpoint as mtp_formats
-from specrl_jax.drafts.mtp import mtp_network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models.rotary import Rope, Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
+from tests.helpers.head_folders import MTP_FOLDERS
 from tests.helpers.policies import SMALL as TARGET
 from tests.helpers.policies import random_params as random_policy
 
-HEADS = {dialect: found.config(TARGET) for dialect, found in mtp_formats.FORMATS.items()}
+HEADS = {dialect: mtp.mtp_config(TARGET, dialect) for dialect in ("deepseek", "mimo")}
 HEAD = HEADS["deepseek"]
 MIMO = dataclasses.replace(TARGET, qk_norm=False, qkv_bias=True, family="mimo")
 LLAMA3 = {
@@ -48,18 +48,18 @@ both_dialects = pytest.mark.parametrize("dialect", PREFIX)
 
 def random_params(dtype="float32", head=HEAD):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(jnp.dtype(dtype)), mtp.param_specs(head))
+    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(jnp.dtype(dtype)), mtp.MTPDraft(head).specs)
 
 
 def save(folder, dialect, dtype="float32"):
     """The parameters, exactly representable in `dtype`."""
     params = random_params(dtype)
-    mtp_formats.save(str(folder), params, HEAD, target=TARGET, dtype=dtype, dialect=dialect)
+    MTP_FOLDERS.save(str(folder), params, config=HEAD, target=TARGET, dtype=dtype, dialect=dialect)
     return params
 
 
 def load(folder, partition):
-    return mtp_formats.load_params(str(folder), mtp_formats.load_config(str(folder), TARGET), partition)
+    return MTP_FOLDERS.load_params(str(folder), MTP_FOLDERS.load_config(str(folder), TARGET), partition)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_config_is_the_policys_with_one_mtp_layer_more(saved, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_bits_come_back(dialect, dtype, tmp_path, partition):
     params = save(tmp_path, dialect, dtype)
-    assert mtp_formats.load_config(str(tmp_path), TARGET) == HEADS[dialect]
+    assert MTP_FOLDERS.load_config(str(tmp_path), TARGET) == HEADS[dialect]
     assert_same_trees(load(tmp_path, partition), params)
 
 
@@ -132,8 +132,9 @@ def test_the_same_bits_come_back(dialect, dtype, tmp_path, partition):
 def mimo(tmp_path):
     """A folder of a MiMo with its head, as published: attention_bias is said."""
     hf.save_params(str(tmp_path), random_policy(MIMO), MIMO, dtype="float32")
-    head = mtp_formats.FORMATS["mimo"].config(MIMO)
-    mtp_formats.save(str(tmp_path / "h"), random_params(head=head), head, target=MIMO, dtype="float32", dialect="mimo")
+    head = mtp.mtp_config(MIMO, "mimo")
+    params = random_params(head=head)
+    MTP_FOLDERS.save(str(tmp_path / "h"), params, config=head, target=MIMO, dtype="float32", dialect="mimo")
     edit_tensors(tmp_path, read_tensors(tmp_path / "h"))
     edit_config(tmp_path, num_nextn_predict_layers=1)
     return tmp_path
@@ -146,9 +147,9 @@ def test_a_folder_of_mimo_has_policy_and_head_in_the_published_names(mimo, parti
     assert hf.load_config(str(mimo)) == MIMO
     hf.check_params(str(mimo), MIMO)
     assert_same_trees(hf.load_params(str(mimo), MIMO, partition), random_policy(MIMO))
-    head = mtp_formats.load_config(str(mimo), MIMO)
+    head = MTP_FOLDERS.load_config(str(mimo), MIMO)
     assert (head.qk_norm, head.qkv_bias, head.aux_layers, head.zeroes_first) == (False, True, (MIMO.layers,), True)
-    assert_same_trees(mtp_formats.load_params(str(mimo), head, partition), random_params(head=head))
+    assert_same_trees(MTP_FOLDERS.load_params(str(mimo), head, partition), random_params(head=head))
 
 
 def test_a_head_is_saved_as_it_was_read(mimo):
@@ -200,17 +201,17 @@ def test_a_checkpoint_of_the_whole_model(dialect, saved, tmp_path, partition):
 
 def test_the_rotary_base_where_transformers_5_keeps_it(folder):
     edit_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": TARGET.rope.theta})
-    assert mtp_formats.load_config(str(folder), TARGET) == HEAD
+    assert MTP_FOLDERS.load_config(str(folder), TARGET) == HEAD
 
 
 def test_positions_are_stretched_as_the_policys(folder, tmp_path):
     """A folder that says nothing of it goes with a policy that is; one that does must say the same."""
     rope = Rope(TARGET.rope.theta, Yarn(4.0, 16))
     stretched = dataclasses.replace(TARGET, rope=rope)
-    assert mtp_formats.load_config(str(folder), stretched) == dataclasses.replace(HEAD, rope=rope)
+    assert MTP_FOLDERS.load_config(str(folder), stretched) == dataclasses.replace(HEAD, rope=rope)
     head = mtp.mtp_config(stretched)
-    mtp_formats.save(str(tmp_path / "own"), random_params(), head, target=stretched, dtype="float32")
-    assert mtp_formats.load_config(str(tmp_path / "own"), stretched) == head
+    MTP_FOLDERS.save(str(tmp_path / "own"), random_params(), config=head, target=stretched, dtype="float32")
+    assert MTP_FOLDERS.load_config(str(tmp_path / "own"), stretched) == head
     other = dataclasses.replace(TARGET, rope=Rope(TARGET.rope.theta, Yarn(2.0, 16)))
     assert "factor=4.0" in refusal(tmp_path / "own", other) and "factor=2.0" in refusal(tmp_path / "own", other)
 
@@ -220,7 +221,7 @@ def test_positions_are_stretched_as_the_policys(folder, tmp_path):
 
 def refusal(folder, target=TARGET):
     with pytest.raises(InputError) as error:
-        mtp_formats.load_config(str(folder), target)
+        MTP_FOLDERS.load_config(str(folder), target)
     assert "\n" not in str(error.value) and str(error.value).startswith("draft.path")
     return str(error.value)
 
@@ -265,7 +266,7 @@ def test_a_missing_tensor(name, folder, partition):
     message = refusal(folder)
     assert str(folder) in message and PREFIX["deepseek"] + name in message
     with pytest.raises(InputError, match=r"draft\.path"):
-        mtp_formats.load_params(str(folder), HEAD, partition)
+        MTP_FOLDERS.load_params(str(folder), HEAD, partition)
 
 
 def test_a_layer_number_that_is_not_the_policys_depth(folder):
@@ -308,9 +309,9 @@ def test_without_head_dim_the_heads_are_as_wide_as_the_model(folder, tmp_path):
     assert "head_dim=3, this policy has 10" in refusal(folder)
     target = dataclasses.replace(TARGET, head_dim=6, heads=4)
     head = mtp.mtp_config(target)
-    mtp_formats.save(str(tmp_path / "own"), random_params(head=head), head, target=target, dtype="float32")
+    MTP_FOLDERS.save(str(tmp_path / "own"), random_params(head=head), config=head, target=target, dtype="float32")
     edit_config(tmp_path / "own", head_dim=...)
-    assert mtp_formats.load_config(str(tmp_path / "own"), target) == head
+    assert MTP_FOLDERS.load_config(str(tmp_path / "own"), target) == head
 
 
 @pytest.mark.parametrize(
@@ -330,4 +331,4 @@ def test_what_would_change_the_forward(changes, word, folder):
 
 def test_a_head_with_its_own_length_limit_loads(folder):
     edit_config(folder, max_position_embeddings=2048)
-    assert mtp_formats.load_config(str(folder), TARGET) == HEAD
+    assert MTP_FOLDERS.load_config(str(folder), TARGET) == HEAD

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.mtp import mtp_network as mtp
-from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
+from specrl_jax.drafts import mtp
+from specrl_jax.drafts.mtp import MTPDraft
 from specrl_jax.errors import InputError
 from specrl_jax.models import decoder
 from specrl_jax.models.cache import Paging
@@ -35,7 +35,7 @@ def params():
         scale = rng.uniform(0.5, 1.5, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape) / 4
         return jnp.asarray(scale, jnp.float32)
 
-    return jax.tree.map(draw, mtp.param_specs(CONFIG))
+    return jax.tree.map(draw, mtp.MTPDraft(CONFIG).specs)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_head_of_qwen3_8b_has_the_size_of_one_layer_and_its_inputs():
     D, F, Q, KV = 4096, 12288, 32 * 128, 8 * 128
     block = D * (Q + 2 * KV) + Q * D + 3 * D * F + 2 * D + 2 * 128
     assert config.vocab == 151_936
-    assert count_params(mtp.param_specs(config)) == 2 * D * D + 3 * D + block
+    assert count_params(mtp.MTPDraft(config).specs) == 2 * D * D + 3 * D + block
 
 
 def test_the_block_is_the_policys():
@@ -110,7 +110,7 @@ def test_training_drafts_what_the_formula_says(params, inputs, start):
 @pytest.mark.parametrize("start", [1, 4])
 def test_serving_drafts_what_training_does(params, inputs, start):
     """Over a cache: pairs before the last one are written; the last one and the drafts are extended."""
-    fused = mtp.inference_params(params, jnp.float32)
+    fused = DRAFT.inference_params(params, jnp.float32)
     shape, table = own_pages(B, T)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
 
@@ -119,7 +119,7 @@ def test_serving_drafts_what_training_does(params, inputs, start):
         hidden, embedded, lm_head = inputs
         cache = DRAFT.init_cache(shape)
         at, fed, logits = Paging(table, pairs[:, :start]), hidden[:, start : start + 1], []
-        cache = DRAFT.write_pairs(
+        _, cache = DRAFT.extend(
             fused, hidden[:, :start], embedded[:, 1 : start + 1], pairs=at, cache=cache, partition=ONE
         )
         for pair in range(start, start + STEPS):
@@ -133,8 +133,8 @@ def test_serving_drafts_what_training_does(params, inputs, start):
 
 @pytest.mark.slow
 def test_the_inference_layout_is_as_declared_and_gives_the_same_logits(params, inputs):
-    fused = mtp.inference_params(params, jnp.float32)
+    fused = DRAFT.inference_params(params, jnp.float32)
     np.testing.assert_allclose(unrolled_logits(fused, inputs), unrolled_logits(params, inputs), atol=ATOL)
-    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, mtp.inference_specs(CONFIG))
-    halved = mtp.inference_params(params, jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, DRAFT.inference_specs)
+    halved = DRAFT.inference_params(params, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(halved)} == {jnp.dtype("bfloat16")}

@@ -5,13 +5,14 @@ import pytest
 import safetensors.numpy
 
 from specrl_jax.drafts.base import DraftOptions
-from specrl_jax.drafts.kinds import make_method
-from specrl_jax.drafts.peagle.peagle_draft import FORMATS, PEagleDraft
+from specrl_jax.drafts.kinds import KINDS, make_method
+from specrl_jax.drafts.peagle import PEagleDraft
 from specrl_jax.errors import InputError
 from tests.drafts.block.test_block_network import ONE, TARGET
 from tests.drafts.peagle.test_peagle_network import CONFIGS, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
 
+FORMATS = KINDS["peagle"].formats
 IDS = np.sort(np.random.default_rng(5).permutation(TARGET.vocab)[:10]).astype(np.int32)
 EMBEDDING = "embed_tokens.weight"
 

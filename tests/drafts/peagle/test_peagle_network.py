@@ -10,9 +10,9 @@ import pytest
 
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
+from specrl_jax.drafts import peagle as network
 from specrl_jax.drafts.base import DraftInputs, TargetTables
-from specrl_jax.drafts.peagle import peagle_network as network
-from specrl_jax.drafts.peagle.peagle_draft import PEagleDraft
+from specrl_jax.drafts.peagle import PEagleDraft
 from tests.drafts.block.test_block_network import ONE, TARGET, rms, softmax, turned
 from tests.helpers.heads import drawn_params
 
@@ -28,7 +28,7 @@ configs = pytest.mark.parametrize("name", CONFIGS)
 
 @functools.cache
 def params_of(name):
-    return drawn_params(network.param_specs(CONFIGS[name]))
+    return drawn_params(PEagleDraft(CONFIGS[name]).specs)
 
 
 @functools.cache
@@ -157,6 +157,6 @@ def test_packed_texts_do_not_see_each_other():
 
 def test_the_inference_layout_has_the_shapes_that_it_declares():
     for name, config in CONFIGS.items():
-        fused = network.inference_params(params_of(name), config, jnp.dtype("bfloat16"))
-        shapes = jax.tree.map(lambda spec: spec.shape, network.inference_specs(config))
+        fused = PEagleDraft(config).inference_params(params_of(name), jnp.dtype("bfloat16"))
+        shapes = jax.tree.map(lambda spec: spec.shape, PEagleDraft(config).inference_specs)
         assert jax.tree.map(lambda w: w.shape, fused) == shapes

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention.types import KEYS, VALUES
-from specrl_jax.drafts.eagle3 import eagle3_network as eagle3
-from specrl_jax.drafts.eagle3.eagle3_draft import Eagle3Draft
-from specrl_jax.drafts.mtp import mtp_network as mtp
-from specrl_jax.drafts.mtp.mtp_draft import MTPDraft
+from specrl_jax.drafts import eagle3, mtp
+from specrl_jax.drafts.eagle3 import Eagle3Draft
+from specrl_jax.drafts.mtp import MTPDraft
 from specrl_jax.models import attention, decoder
 from specrl_jax.models.cache import Paging, Table
 from specrl_jax.models.layers import init_params
@@ -89,7 +88,7 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
 @pytest.mark.slow
 def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
     T, steps = 4096, 3
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), eagle3.param_specs(CONFIG))
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), eagle3.Eagle3Draft(CONFIG).specs)
     rows = [jax.ShapeDtypeStruct((1, T, *width, CONFIG.embed), jnp.float32) for width in ((3,), ())]
     positions = jax.ShapeDtypeStruct((1, T), jnp.int32)
 

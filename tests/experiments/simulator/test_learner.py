@@ -21,7 +21,8 @@ from experiments.simulator.memory import estimate_bytes, live_tokens, sequences_
 from specrl_jax.config import from_config_dict
 from specrl_jax.config.automatic import with_values
 from specrl_jax.data.rows import Rows
-from specrl_jax.drafts.sizes import ONE_PASS, head_parameters, priced_head
+from specrl_jax.drafts.sizes import NEW_SLOTS, ONE_PASS, head_parameters, priced_head
+from specrl_jax.learner import build
 from specrl_jax.learner.build import make_learner
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.models.decoder import preset
@@ -96,12 +97,13 @@ def test_only_passes_that_a_step_makes_are_counted(old, kl_coef, passes):
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("kind", ONE_PASS)
-def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, stride):
+def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, stride, monkeypatch):
     """16 rows of 16 tokens, three drafts of a block of seven; attention counts all pairs there, half of them here."""
     B, T, steps, model = 16, 16, 3, preset("nano_deep")
     config = from_config_dict(rlzero_8b.get_config("smoke"))
-    values = {"kind": kind, "vocab_size": 0, "ttt_steps": steps, "anchor_stride": stride, "slots": 7, "layers": 2}
-    values = {f"draft.{name}": value for name, value in values.items()} | {"policy.vocab_tile": 0}
+    values = {"kind": kind, "vocab_size": 0, "ttt_steps": steps}
+    values = {f"draft.{name}": value for name, value in values.items()}
+    monkeypatch.setattr(build, "ANCHOR_STRIDE", stride)
     learner = make_learner(make_plan(with_values(config, values), make_mesh({}, jax.devices()[:1])))
     ints, floats, mask = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
     read = len(learner.plan.draft.aux_layers)
@@ -121,7 +123,9 @@ def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, s
         anchor_stride=stride,
         tiled=True,
     )
-    found = LearnerCost(model, priced_head(kind, model, 0, slots=7, layers=2), ideal(flops=1.0)).draft_training(w, 1.0)
+    found = LearnerCost(
+        model, priced_head(kind, model, 0, slots=NEW_SLOTS.get(kind, 7), layers=2), ideal(flops=1.0)
+    ).draft_training(w, 1.0)
     assert found == pytest.approx(count_operations(traced.jaxpr), rel=0.05)
 
 
@@ -240,7 +244,7 @@ def test_a_head_adds_its_weights_and_cache():
     head = head_config(preset("qwen3_8b"), 32_000)
     (_, _, without), (_, _, with_head) = estimated(32), estimated(32, head)
     assert with_head.weights - without.weights == 2 * head_parameters(head) / 2
-    # recurrent.DraftCache: a hidden state of 4,096 numbers, whole, and 2,048 of keys and values, split.
+    # head.HeadCache: a hidden state of 4,096 numbers, whole, and 2,048 of keys and values, split.
     assert with_head.cache - without.cache == 32 / 4 * 4000 * (4_096 + 2_048 / 2) * 2
 
 

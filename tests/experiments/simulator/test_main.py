@@ -118,11 +118,11 @@ def test_the_learners_phases_are_those_of_the_config(call):
 
 
 def test_what_a_draft_learns_with_is_that_of_the_config(call):
-    """DSpark's blocks behind every token, and behind every eighth."""
-    kind = dense("--config.draft.kind=dspark", "--config.draft.vocab_size=0")
+    """Seven steps of an EAGLE-3 head, and one."""
+    kind = dense("--config.draft.kind=eagle3")
     whole, part = (
-        float(re.search(r"^  train +([\d.]+)", call(*kind, f"--config.draft.anchor_stride={n}")[1], re.M)[1])
-        for n in (1, 8)
+        float(re.search(r"^  train +([\d.]+)", call(*kind, f"--config.draft.ttt_steps={n}")[1], re.M)[1])
+        for n in (7, 1)
     )
     assert part < 0.8 * whole
 

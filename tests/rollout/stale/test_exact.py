@@ -1,4 +1,4 @@
-"""Whole runs under `pipeline.weight_update=exact`: to the last bit those whose rollouts begin with their weights."""
+"""Whole runs under `pipeline.schedule=exact`: to the last bit those whose rollouts begin with their weights."""
 
 import dataclasses
 import json
@@ -18,24 +18,25 @@ from specrl_jax.rollout.generate import Published, RolloutGenerator
 from specrl_jax.rollout.stale import exact
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import loop
+from tests.helpers.engine_sizes import engine_sizes
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import assert_refused, lower_case, make_run, saved, train, untimed
 
 STEPS = 5
 PROMPTS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]  # a step takes four
-# Apart, so that the asynchronous run has the same devices: one that learns, one that generates.
+# What generates beside the learner has a device of its own.
 MODES = {
-    "sync": {"mode": "sync"},
-    "sync, 1 ahead": {"mode": "sync", "weight_update": "exact", "lag": 1},
-    "sync, 2 ahead": {"mode": "sync", "weight_update": "exact", "lag": 2},
-    "async": {"mode": "async", "weight_update": "exact", "lag": 1},
-    "async, 2 ahead": {"mode": "async", "weight_update": "exact", "lag": 2},
+    "sync": {"rollout_devices": 1},
+    "sync, 1 ahead": {"schedule": "exact", "lag": 1},
+    "sync, 2 ahead": {"schedule": "exact", "lag": 2},
+    "async": {"schedule": "exact", "lag": 1, "rollout_devices": 1},
+    "async, 2 ahead": {"schedule": "exact", "lag": 2, "rollout_devices": 1},
 }
 # Metrics of how the rollouts came about, which is what differs.
 HOW = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
 
 
-def run_of(folder, mode, reward=lower_case, changes=()):
+def run_of(folder, mode, reward=lower_case, changes=(), chunk=4):
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     config = rlzero_tiny.get_config("smoke")
@@ -44,14 +45,15 @@ def run_of(folder, mode, reward=lower_case, changes=()):
     config.policy.preset = "nano"
     config.draft.update({"kind": "eagle3", "path": "", "compare_rounds": 0, "length": 2})
     config.grpo.old_logprobs = "learner"
-    config.rollout.update({"num_slots": 6, "temperature": 1.0, "rule": "coupled", "parity": True, "chunk": 4})
+    config.rollout.update({"num_slots": 6, "temperature": 1.0, "rule": "coupled", "parity": True})
     config.rollout.max_response_tokens = 24
     config.optimizer.update({"learning_rate": 1e-3, "warmup": 0})
     config.checkpoint.update({"every": 2, "keep": 9})
-    config.pipeline.update({"rollout_devices": 1} | MODES[mode])
+    config.pipeline.update(MODES[mode])
     for section, values in dict(changes).items():
         config[section].update(values)
-    return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(reward))
+    with engine_sizes(chunk=chunk):
+        return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(reward))
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +62,9 @@ def no_evaluation(monkeypatch):
 
 
 def test_evaluations_by_an_engine_of_their_own_take_no_tokens_of_earlier_weights(tmp_path):
-    """Only one that truncates where training does not needs programs of its own."""
-    apart = run_of(tmp_path, "sync, 1 ahead", changes={"eval": {"max_response_tokens": 8, "top_k": 3}}).rollout
+    """Only one that truncates where training, which is greedy, does not needs programs of its own."""
+    greedy = {"rollout": {"temperature": 0.0, "top_k": 3}, "eval": {"temperature": 1.0}}
+    apart = run_of(tmp_path, "sync, 1 ahead", changes=greedy).rollout
     assert apart.engine.config.feature(Reverification) and apart.eval_engine.compiled is not apart.engine.compiled
     assert not any(one.config.feature(Reverification) for one in (apart.eval_engine, apart.greedy_engine))
     assert not apart.eval_engine.config.versions
@@ -195,9 +198,9 @@ def test_rounds_of_a_step_take_no_problems_of_later_ones(tmp_path, monkeypatch):
 WRONG = [
     (
         {"rollout": {"rule": "rejection", "parity": False}},
-        r"pipeline\.weight_update=exact: under rollout\.rule=rejection",
+        r"rollout\.rule=rejection beside pipeline\.schedule=exact: .*set coupled",
     ),
-    ({"pipeline": {"lag": 0}}, r"pipeline\.lag=0: under pipeline\.weight_update=exact"),
+    ({"pipeline": {"lag": 0}}, r"pipeline\.lag=0 beside pipeline\.schedule=exact: .*set 1"),
 ]
 
 

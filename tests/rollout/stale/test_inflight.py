@@ -78,12 +78,12 @@ def test_a_step_begins_though_the_one_before_has_released_its_oldest_policy(tmp_
 
 def in_flight(folder, **pipeline):
     changes = {
-        "pipeline": {"mode": "async", "weight_update": "inflight", "lag": 2} | pipeline,
+        "pipeline": {"schedule": "inflight", "lag": 2} | pipeline,
         "grpo": {"correction": "token_truncate"},
-        "rollout": {"num_slots": 4, "chunk": 1, "max_response_tokens": 48},
+        "rollout": {"num_slots": 4, "max_response_tokens": 48},
         "draft": {"adaptive": False},
     }
-    return run_of(folder, "sync", changes=changes)
+    return run_of(folder, "sync", changes=changes, chunk=1)
 
 
 @pytest.fixture
@@ -147,22 +147,22 @@ def test_a_run_is_repeated_to_the_last_bit_from_its_record_and_over_a_kill(recom
 
 
 WRONG = [
-    ({"pipeline": {"weight_update": "inflight"}}, r"pipeline\.weight_update=inflight: with pipeline\.mode=sync"),
+    ({"pipeline": {"schedule": "inflight"}}, r"pipeline\.schedule=inflight: either pipeline\.rollout_devices"),
     (
         {"pipeline": {"recompute_cache": True}},
-        r"pipeline\.recompute_cache=True: it is for pipeline\.weight",
+        r"pipeline\.recompute_cache=True beside pipeline\.schedule=sync: it is for inflight",
     ),
     (
-        {"pipeline": {"weight_update": "inflight", "mode": "async", "rollout_devices": 1}},
-        r"pipeline\.lag=1: an older policy draws",
+        {"pipeline": {"schedule": "inflight", "rollout_devices": 1}},
+        r"grpo\.correction=none: other policies .*pipeline\.schedule=inflight",
     ),
     (
         {
-            "pipeline": {"weight_update": "inflight", "mode": "async", "rollout_devices": 1, "repeat": "x"},
+            "pipeline": {"schedule": "inflight", "rollout_devices": 1, "repeat": "x"},
             "grpo": {"correction": "token_mask", "old_logprobs": "learner"},
             "draft": {"adaptive": True},
         },
-        r"pipeline\.repeat=x: with draft\.adaptive",
+        r"draft\.adaptive=True beside pipeline\.schedule=inflight: .*pipeline\.repeat",
     ),
 ]
 

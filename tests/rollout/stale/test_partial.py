@@ -23,17 +23,16 @@ def finished(*counts):
     return np.array([[i < count for i in range(G)] for count in counts]).reshape(-1)
 
 
-def test_a_step_ends_when_enough_groups_are_complete_and_few_others_run():
-    assert not enough_groups(2, G, 0)(finished(4, 3, 3))
-    assert enough_groups(2, G, 0)(finished(4, 0, 4))
-    assert not enough_groups(2, G, 3)(finished(4, 0, 4))
-    assert enough_groups(2, G, 3)(finished(4, 1, 4))
+def test_a_step_ends_when_enough_groups_are_complete():
+    assert not enough_groups(2, G)(finished(4, 3, 3))
+    assert enough_groups(2, G)(finished(4, 0, 4))
 
 
-def partial_run(folder, **changes):
+def partial_run(folder, schedule="partial", **changes):
     grpo = {"oversample": 2, "correction": "token_truncate", "old_logprobs": "learner"}
-    rollout = {"carry": 8, "num_slots": 8, "chunk": 2, "parity": False}
-    return run_of(folder, "sync", changes={"grpo": grpo, "rollout": rollout | changes})
+    rollout = {"num_slots": 8, "parity": False}
+    pipeline = {"schedule": schedule}
+    return run_of(folder, "sync", changes={"grpo": grpo, "rollout": rollout | changes, "pipeline": pipeline}, chunk=2)
 
 
 def rows_of(workdir):
@@ -70,7 +69,7 @@ def test_partial_rollouts_go_on_in_the_next_step_and_over_a_kill(rule, tmp_path)
 
 @pytest.mark.slow
 def test_without_carrying_the_other_groups_are_dropped(tmp_path):
-    rows = train(partial_run(tmp_path, carry=0), tmp_path / "run")[1:]
+    rows = train(partial_run(tmp_path, "sync"), tmp_path / "run")[1:]
     assert all(row["rollout/count"] == G * P and row["rollout/dropped_tokens"] > 0 for row in rows)
     assert not any(row["rollout/carried"] or row["rollout/lag"] for row in rows)
     assert max(row["rollout_vs_learner/logprob_abs_max"] for row in rows) < 1e-4
@@ -86,12 +85,14 @@ def test_other_processes_do_not_take_what_was_left():
 
 
 WRONG = [
-    ({"rollout": {"carry": 3}}, r"rollout\.carry=3: a step waits for all its rollouts"),
-    ({"rollout": {"carry": 3}, "grpo": {"oversample": 1}}, r"rollout\.carry=3: older policies draw a part"),
-    ({"grpo": {"oversample": 1, "sampling_rounds": 2}}, r"grpo\.oversample=1: grpo\.sampling_rounds=2"),
     (
-        {"grpo": {"oversample": 1}, "pipeline": {"weight_update": "exact"}, "rollout": {"rule": "coupled"}},
-        r"grpo\.oversample=1: which groups a step learns from",
+        {"pipeline": {"schedule": "partial"}, "grpo": {"oversample": 1}},
+        r"grpo\.correction=none: other policies .*pipeline\.schedule=partial",
+    ),
+    ({"grpo": {"oversample": 1, "sampling_rounds": 2}}, r"grpo\.oversample=1 .*grpo\.sampling_rounds; leave 0"),
+    (
+        {"grpo": {"oversample": 1}, "pipeline": {"schedule": "exact"}, "rollout": {"rule": "coupled"}},
+        r"grpo\.oversample=1 beside pipeline\.schedule=exact: a step then learns from",
     ),
 ]
 

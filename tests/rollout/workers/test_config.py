@@ -12,7 +12,7 @@ from specrl_jax.planning.plan import make_plan, open_mesh
 
 def config_of(**settings):
     config = rlzero_tiny.get_config("smoke")
-    config.pipeline.update({"mode": "async", "workers": 2})
+    config.pipeline.update({"schedule": "async", "workers": 2})
     config.grpo.correction = "token_truncate"
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in settings.items()})
     return from_config_dict(config)
@@ -21,15 +21,19 @@ def config_of(**settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"pipeline__mode": "sync"}, r"pipeline\.mode=sync beside pipeline\.workers=2: .*set async"),
-        ({"pipeline__rollout_devices": 1}, r"pipeline\.rollout_devices=1 beside .*: they have devices of their own"),
+        ({"pipeline__schedule": "sync"}, r"pipeline\.schedule=sync beside pipeline\.workers=2: .*set async"),
+        ({"pipeline__rollout_devices": 1}, r"pipeline\.schedule=async: either pipeline\.rollout_devices"),
+        ({"mesh__tensor": -1, "mesh__fsdp": 1}, r"mesh\.tensor=-1 beside .*: the learner does not know their devices"),
         (
-            {"pipeline__weight_update": "inflight"},
-            r"pipeline\.weight_update=inflight beside .*: they take weights between",
+            {"pipeline__schedule": "inflight"},
+            r"pipeline\.schedule=inflight beside .* take weights between",
         ),
         ({"grpo__oversample": 4}, r"grpo\.oversample=4"),
-        ({"environment__name": "calculator"}, r"environment\.name=calculator beside .*: they answer single turns"),
-        ({"task": "rollout", "pipeline__workers": 0, "pipeline__mode": "sync"}, "task=rollout: pipeline.workers=0"),
+        (
+            {"environment__name": "calculator"},
+            r"pipeline\.workers=2 beside environment\.name=calculator: .*single turns",
+        ),
+        ({"task": "rollout", "pipeline__workers": 0, "pipeline__schedule": "sync"}, "task=rollout: pipeline.workers=0"),
     ],
 )
 def test_what_does_not_go_together_is_said_in_one_line(settings, said):
@@ -38,7 +42,8 @@ def test_what_does_not_go_together_is_said_in_one_line(settings, said):
     assert any(re.search(said, line) for line in caught.value.args), caught.value.args
 
 
-def test_copying_from_earlier_rollouts_is_refused():
-    config = config_of(draft__kind="suffix", draft__path="", draft__history=8)
-    with pytest.raises(InputError, match=r"draft\.history=8: earlier rollouts are not sent to workers; set 0"):
-        make_plan(config, open_mesh(config))
+def test_nothing_is_copied_from_earlier_rollouts():
+    """They are not sent to workers: only siblings of a step are searched."""
+    plans = [config_of(draft__kind="suffix", draft__path="", draft__history=n) for n in (8, 0)]
+    ours, none = (make_plan(config, open_mesh(config)) for config in plans)
+    assert ours.limits == none.limits and ours.config.draft.history == 0

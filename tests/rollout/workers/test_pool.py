@@ -244,6 +244,20 @@ def test_who_lacks_the_key_gets_nothing_and_keeps_nobody_waiting(pool):
         assert not joined(pool, "w")[1]
 
 
+def test_other_processes_of_the_learner_connect_to_the_pool_and_are_no_workers(pool, monkeypatch):
+    with contextlib.ExitStack() as ending:
+        for process in (2, 1):
+            theirs = ending.enter_context(open_connection(read_address(pool.workdir)))
+            send(theirs, RolloutWorkerHello(process=process))
+            send(theirs, process)
+        assert [receive(ours, int) for ours in pool.processes(2)] == [1, 2] and pool.metrics()["rollout/workers"] == 0
+        monkeypatch.setattr(pools, "CONNECT_SECONDS", 0.1)
+        with pytest.raises(
+            InputError, match=r"2 of the learner's 3 other processes reached the first one within 0\.1 s"
+        ):
+            pool.processes(3)
+
+
 def test_an_address_that_leads_nowhere_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"pipeline\.host=0\.0\.0\.0: a name or address by which other machines reach"):
         WorkerPool(FACTS, "0.0.0.0", str(tmp_path), wanted=1)

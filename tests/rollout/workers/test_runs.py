@@ -12,11 +12,11 @@ from tests.helpers.cluster import RUN, SMALL, assert_equal_but_for_rounding, com
 
 # One shape of a forward whatever is in the batch.
 PARITY = [*RUN, *SMALL, "--config.rollout.parity=True"]
-SHARED = [*PARITY, "--config.steps=40", "--config.checkpoint.every=10", "--config.pipeline.mode=async"]
+SHARED = [*PARITY, "--config.steps=40", "--config.checkpoint.every=10", "--config.pipeline.schedule=async"]
 SHARED += ["--config.pipeline.lag=1", "--config.grpo.correction=token_truncate"]
 WORKERS = ["--config.pipeline.workers=2"]
 OF_WORKERS = ("rollout/worker", "time/weights")
-EARLY = ["--config.pipeline.mode=async", "--config.pipeline.lag=1", "--config.pipeline.weight_update=exact"]
+EARLY = ["--config.pipeline.schedule=exact", "--config.pipeline.lag=1"]
 # How rollouts came about that began early.
 OF_EARLY = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
 

@@ -1,14 +1,22 @@
-"""Slots of drafts made in one pass: the token that stands in an empty one, and their attention in training.
+"""Slots of drafts made in one pass: the token of an empty one, their attention in training, layers over pages.
 
 In training a draft starts at each token of a row, or at some of them, the anchors: its slots stand behind these.
 """
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import ahead
+from specrl_jax.core import Params, ahead
+from specrl_jax.drafts.head import Angles
+from specrl_jax.models import cache as kv
+from specrl_jax.models import decoder
 from specrl_jax.models.attention import SCORES, Queries, by_queries
 from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.sharding import Partitioner
 
 QWEN3_MASK = 151_669  # an id that Qwen3's tokenizer does not use
 
@@ -60,3 +68,36 @@ def slot_attention(
     parts = -(-A // max(1, SCORES // (T * S)))
     of_queries = None if segments is None else ahead(segments, 0, anchors)
     return by_queries(attend, parts, of_queries, arrays=(q, *own), places=anchors).reshape(B, A * S, N, H)
+
+
+@functools.partial(jax.jit, static_argnames=("block", "partition"))
+def paged_layer(
+    x: jax.Array,
+    w: Params,
+    pages: jax.Array,
+    *,
+    angles: Angles,
+    paging: kv.Paging,
+    block: DecoderConfig,
+    partition: Partitioner,
+    last: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply a decoder's layer to x [B, Q, D] over its pages; return both. Jitted: all layers are traced once.
+
+    Args:
+      last: [B, Q], the position up to which each of Q attends; None: its own.
+    """
+    attend = kv.PagedAttention(pages, paging, partition, last=last)
+    x, _ = decoder.layer(x, w, block, angles=angles, attend=attend)
+    return x, attend.pages
+
+
+def paged_layers(
+    x: jax.Array, layers: Sequence[Params], cache: kv.KVCache, **where: Any
+) -> tuple[jax.Array, kv.KVCache]:
+    """Apply `paged_layer` with each layer and its pages; return x [B, Q, D] and the cache."""
+    written = list[jax.Array]()
+    for w, pages in zip(layers, cache, strict=True):
+        x, pages = paged_layer(x, w, pages, **where)
+        written.append(pages)
+    return x, tuple(written)
