@@ -154,13 +154,12 @@ class ActiveBatch(Generic[Params, Cache]):
                 self.preempt(scheduler.youngest(shard))
 
     def preempt(self, row: int) -> None:
-        """Copy a row to the host and free its pages; what they hold is lost where `turns` does not want it."""
+        """Copy a row to the host and free its pages."""
         number, run, slots = np.int32(row), self.run, self.slots
-        copy = self.turns.copies_pages(int(self.scheduler.owner[row]))
         # Asked for together: most rows have no more pages than are read at once.
-        some = [run("read_pages", slots, number, first) for first in first_columns(1) if copy]
+        some = [run("read_pages", slots, number, first) for first in first_columns(1)]
         values, *pages = self.fetch([run("read_row", slots, number), *some])
-        others = first_columns(int(values.held.count))[1:] if copy else []
+        others = first_columns(int(values.held.count))[1:]
         pages += [self.fetch(run("read_pages", slots, number, first)) for first in others]
         self.slots = run("drop_row", slots, number)
         self.preempted.append(PreemptedRow(self.scheduler.preempt(row), values, pages))
@@ -178,7 +177,6 @@ class ActiveBatch(Generic[Params, Cache]):
                 continue
             number = np.int32(rows[0])
             self.slots = self.run("restore_row", self.slots, number, preempted.row)
-            # No pages were copied where they are lost.
             for first, contents in zip(first_columns(pages), preempted.pages):
                 self.slots = self.run("write_pages", self.slots, number, first, contents)
             self.preempted = [other for other in self.preempted if other is not preempted]

@@ -36,7 +36,6 @@ class _Waiting:
     longest: int  # most of them, those of the environment included
     since: float  # when its environment was asked
     answer: Sequence[int] | None = None  # to be appended; None: none yet
-    pages_lost: bool = False  # it is preempted, and its pages were not copied
 
 
 class EndedTurns:
@@ -51,7 +50,7 @@ class EndedTurns:
         self.waiting: dict[int, _Waiting] = {}  # by request; their rows hold still
         total = batch.scheduler.requests.total
         self._written: list[list[slice]] = [[] for _ in range(total)]  # of each request, by its environment
-        self._prefilled = np.zeros(total, np.int32)  # behind the prompt, or again
+        self._prefilled = np.zeros(total, np.int32)  # behind the prompt
         self._ended = np.zeros(total, bool)  # a request's last turn, and its environment goes on no more
 
     def holds(self, request: int) -> bool:
@@ -141,7 +140,7 @@ class EndedTurns:
             free[shard], others[shard] = free[shard] - need, others[shard] + 1
             end = waiting.length + len(answer)
             tokens[row, waiting.length : end], count[row] = answer, len(answer)
-            start[row] = 0 if waiting.pages_lost else waiting.length - 1
+            start[row] = waiting.length - 1
             limit[row] = min(end + turn_tokens, waiting.longest)
         if not count.any():
             return
@@ -181,15 +180,6 @@ class EndedTurns:
         for row in rows:
             self._batch.preempt(row)
         return bool(rows)
-
-    def copies_pages(self, request: int) -> bool:
-        """Return whether what the pages of a preempted request hold is copied; of a waiting one as the config says."""
-        if (waiting := self.waiting.get(request)) is None:
-            return True
-        feature = self._batch.config.feature(SeveralTurns)
-        assert feature is not None, "the engine takes turns"
-        waiting.pages_lost |= not feature.copies_pages
-        return not waiting.pages_lost
 
     def stop_at_rows(self) -> np.ndarray:
         """Return of each shard [D] the running rows at which it stops: enough have ended a turn, or for a refill or a

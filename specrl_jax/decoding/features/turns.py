@@ -57,8 +57,6 @@ class Turns(Protocol):
 class SeveralTurns(Feature):
     """Lets rows go on; its state is the first column [B] int32 of each row's turn. Calls have `EndedTurns`."""
 
-    copies_pages: bool = True  # of a row that waits for its environment on the host; else they are prefilled again
-
     name = "turns"
     by_size = ("extend",)
     keeps_pages = True
