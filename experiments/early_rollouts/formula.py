@@ -62,7 +62,7 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
     fresh, G = generate(1, {})
     _, verify = generate(1, responses(fresh))
     again, _ = generate(1, responses(whole))
-    rest = float((again.response_length - again.reverified).max() / again.response_length.max())
+    rest = float((again.response_length - again.features["reverified"].values).max() / again.response_length.max())
     for share in SHARES:
         L, lookahead = share * G, Lookahead(work.prompts, np.arange(len(fresh.length)))
         start = time.perf_counter()

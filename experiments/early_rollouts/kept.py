@@ -45,7 +45,7 @@ def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
         seed=seed,
         options=CallOptions(continuation=Continuation(earlier=responses(before))),
     )
-    lengths, kept = before.response_length, after.reverified
+    lengths, kept = before.response_length, after.features["reverified"].values
     rest = after.response_length - kept
     tokens, disagreements = int(kept.sum()), int((kept < lengths).sum())
     learner = versions.learner

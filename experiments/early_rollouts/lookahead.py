@@ -54,7 +54,7 @@ def steps_of(versions: Versions, k: int, ahead: bool, seed: int) -> Iterator[dic
             "step": step,
             "seconds": round(seconds, 4),
             "tokens": int(found.response_length.sum()),
-            "reverified": int(found.reverified.sum()),
+            "reverified": found.total("reverified"),
             # What verifies tokens of earlier weights is not counted: 16 tokens of every row at once.
             "iterations": sum(chunk.iterations for chunk in found.chunks),
             # Of the slots of the batches that ran; a batch that has shrunk has fewer.

@@ -80,7 +80,7 @@ def measure(case: Case, count: int, seed: int) -> dict[str, float]:
     prompts, start = [tokenizer.encode_prompt(problem.prompt) for problem in asked], time.perf_counter()
     found = rollout.engine.generate(weights, prompts, 8, seed=seed, options=CallOptions(turns=turns))
     seconds = time.perf_counter() - start
-    computed = int(found.prefilled.sum() + found.policy_tokens.sum()) / int(found.length.sum())
+    computed = (found.total("prefilled") + int(found.policy_tokens.sum())) / int(found.length.sum())
     tokens, verifications = int(found.policy_tokens.sum()), int(found.verifications.sum())
     counts = {"rollouts": len(found.length), "seconds": round(seconds, 3), "tokens": tokens}
     counts["tokens_per_verification"] = round(tokens / verifications, 3)

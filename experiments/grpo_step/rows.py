@@ -22,7 +22,6 @@ from experiments import commands
 from experiments.engine import bench
 from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
-from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
 from specrl_jax.learner.build import Learner, make_learner
 from specrl_jax.learner.state import RunState
@@ -49,14 +48,12 @@ def make_case(changes: dict[str, Any], length: np.ndarray, prompt: np.ndarray, l
     rng, R = np.random.default_rng(0), len(length)
     tokens = rng.integers(2, learner.plan.model.vocab, (R, length.max())).astype(np.int32)
     logprobs = np.full(tokens.shape, -4.85, np.float32)
-    none = np.zeros((R, 0), int)
     rollouts: Any = types.SimpleNamespace(
         tokens=tokens,
         logprobs=logprobs,
         prompt_length=prompt,
         length=length,
-        mask_count=none,
-        experts=NO_EXPERTS,
+        features={},
         environment=np.zeros(tokens.shape, bool),
     )
     training_batch = TrainingBatch(rollouts, rng.normal(size=R).astype(np.float32), np.ones(R, bool))

@@ -17,9 +17,7 @@ import numpy as np
 
 from specrl_jax.core import compiler_options
 from specrl_jax.decoding.decode import ChunkInputs
-from specrl_jax.decoding.extend import Extension
 from specrl_jax.decoding.programs import PREEMPTION, EnginePrograms, Program
-from specrl_jax.decoding.reverify import Reverified
 from specrl_jax.decoding.state import Cache, ChunkStatistics, Params, PrefillBatch, Prompts, Slots
 
 # Programs compiled at once: at 8B each takes about a GB of the host's memory meanwhile.
@@ -52,7 +50,7 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
         self.beside, self.stays_large, self.spare = False, False, threading.Event()
-        self._gather = jax.jit(lambda tree: tree, out_shardings=self._whole)
+        self._gather = jax.jit(lambda tree: tree, out_shardings=self.whole)
 
     def lacks(self, programs: Collection[Program]) -> bool:
         """Return whether one of them is not compiled yet."""
@@ -172,21 +170,14 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         """Call `decode_chunk`; `slots` are donated."""
         return self.get(Program("decode", slots.done.shape[0], k), params)(params, slots, inputs)
 
-    def reverify(self, params: Params, slots: Slots[Cache], inputs: ChunkInputs) -> tuple[Slots[Cache], Reverified]:
-        """Call `reverify_chunk`; `slots` are donated."""
-        return self.get(Program("reverify", slots.done.shape[0]), params)(params, slots, inputs)
-
-    def extend(self, params: Params, slots: Slots[Cache], new: Extension) -> Slots[Cache]:
-        """Call `extend`; `slots` are donated."""
-        return self.get(Program("extend", slots.done.shape[0]), params)(params, slots, new)
-
     def compact(self, params: Params, slots: Slots[Cache], rows: np.ndarray) -> Slots[Cache]:
         """Call `compact`."""
         return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
 
-    def preempt(self, name: str, params: Params, slots: Slots[Cache], *arguments: object) -> Any:
-        """Call one of PREEMPTION; those that return slots are given them donated."""
-        return self.get(Program(name, slots.done.shape[0]), params)(slots, *arguments)
+    def run(self, kind: str, params: Params, size: int, *arguments: object) -> Any:
+        """Call another program for a batch of `size`; slots among the arguments are donated where it returns some."""
+        once = any(kind in feature.once for feature in self.config.features)
+        return self.get(Program(kind, self.sizes[0] if once else size), params)(*arguments)
 
     def fetch(self, tree: object) -> Any:
         """Return arrays on the host, whole in every process of the engine; all of them call it together."""
@@ -194,12 +185,6 @@ class CompiledFunctions(EnginePrograms[Params, Cache]):
         if not all(x.is_fully_addressable or x.is_fully_replicated for x in parts):
             tree = self._gather(tree)
         return jax.device_get(tree)
-
-    def read_records(self, params: Params, slots: Slots[Cache], shard: np.ndarray, *, pages: np.ndarray) -> jax.Array:
-        """Call `read_records` on the slots' pool."""
-        assert self.functions.recorded is not None, "something is recorded"
-        program = self.get(Program("read_records", self.sizes[0]), params)
-        return program(self.functions.recorded(slots.cache), shard, pages)
 
     def get(self, program: Program, params: Params) -> Callable:
         """Return the compiled function of a program."""

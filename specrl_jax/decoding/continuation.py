@@ -12,7 +12,7 @@ from typing import Generic
 import numpy as np
 
 from specrl_jax.decoding.lookahead import Lookahead
-from specrl_jax.decoding.rollouts import NO_VERSION, Rollouts, WeightsVersion, stack_experts
+from specrl_jax.decoding.rollouts import NO_VERSION, Recorded, Rollouts, WeightsVersion
 from specrl_jax.decoding.state import Params
 
 # What a call counts from zero, and what it writes from the first new token on.
@@ -28,13 +28,14 @@ class Continuation(Generic[Params]):
 
     version: WeightsVersion = NO_VERSION  # of the call's weights
     # Responses, or their beginnings, that earlier weights drew with the noise of the same ids; verified before anything
-    # is drafted. Needs EngineConfig.earlier "verify", and `coupled` or greedy decoding.
+    # is drafted. Needs `Reverification`, and `coupled` or greedy decoding.
     earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    # Rollouts of later calls, begun in free slots; its texts are set. Needs EngineConfig.earlier "verify".
+    # Rollouts of later calls, begun in free slots; its texts are set. Needs `Reverification`.
     lookahead: Lookahead | None = None
     # Rollouts of earlier calls to go on with, or finished ones, each with an id of this call's; their tokens are kept.
-    # Needs EngineConfig.earlier "keep".
+    # Needs `Reverification` that keeps them.
     partial: Rollouts | None = None
+    versions: bool = False  # the version of the weights that drew it is recorded of each token
     # Asked after each chunk for weights to go on with, and their version; None: those at hand.
     newest: Callable[[], tuple[Params, WeightsVersion] | None] = lambda: None
     # Asked before each chunk, with [R] bool, whether the call may end before all rollouts are finished.
@@ -64,24 +65,32 @@ def join(partial: Rollouts, new: Rollouts) -> Rollouts:
     partial = partial.take(partial.finished | (partial.response_length > 0))  # those that have begun
     row_of = {number: row for row, number in enumerate(new.rollout_id.tolist())}
     rows = np.array([row_of[number] for number in partial.rollout_id.tolist()], int)
-    values = {name: value.copy() for name, value in vars(new).items() if name != "chunks"}
-    for name in _OF_THE_START:
-        values[name][rows] = getattr(partial, name)
+    values, before = _by_row(new), _by_row(partial)
+    for name in values.keys() & _OF_THE_START:
+        values[name][rows] = before[name]
     for name in _COUNTS:
-        values[name][rows] += getattr(partial, name)
+        values[name][rows] += before[name]
     earlier = partial.in_response()
-    for name in _BY_TOKEN:
-        if getattr(partial, name).size:
-            values[name][rows] = np.where(earlier, getattr(partial, name), values[name][rows])
+    for name in values.keys() & _BY_TOKEN:
+        values[name][rows] = np.where(earlier, before[name], values[name][rows])
     longer = partial.finished | (partial.length > new.length[rows])
     for name in _OF_THE_LONGER:
-        values[name][rows[longer]] = getattr(partial, name)[longer]
-    masks = new.masks()
-    for row, mask in zip(rows, partial.masks(), strict=True):
-        masks[row] = np.concatenate([mask, masks[row]])
-    # Of one that went on, all tokens have been in a forward of this call.
-    experts, earlier_experts = new.experts_by_rollout(), partial.experts_by_rollout()
-    for i in np.flatnonzero(partial.finished):
-        experts[rows[i]] = earlier_experts[i]
-    joined = {"mask_ids": np.concatenate(masks), "experts": stack_experts(experts)}
-    return Rollouts(**values | joined, chunks=partial.chunks + new.chunks)
+        values[name][rows[longer]] = before[name][longer]
+    features = {}
+    for name, one in new.features.items():
+        if one.lengths is None:
+            features[name] = Recorded(values.pop(name))
+            continue
+        # Of a finished one this call has recorded nothing, of one that went on all experts.
+        parts = [[part] for part in one.by_rollout()]
+        for row, part in zip(rows, partial.features[name].by_rollout(), strict=True):
+            parts[row].insert(0, part)
+        features[name] = Recorded.of_parts(parts)
+    return Rollouts(**values, features=features, chunks=partial.chunks + new.chunks)
+
+
+def _by_row(rollouts: Rollouts) -> dict[str, np.ndarray]:
+    """Return copies of all that has one value of each rollout."""
+    fields = {name: value for name, value in vars(rollouts).items() if name not in ("chunks", "features")}
+    recorded = {name: one.values for name, one in rollouts.features.items() if one.lengths is None}
+    return {name: value.copy() for name, value in (fields | recorded).items()}

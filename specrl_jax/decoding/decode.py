@@ -15,8 +15,7 @@ from kernels_pallas.verify.op import Draft
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.drafters import CommittedTokens
 from specrl_jax.decoding.functions import EngineFunctions
-from specrl_jax.decoding.pages import missing, take
-from specrl_jax.decoding.records import free_finished
+from specrl_jax.decoding.pages import missing, release, take
 from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
 from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
@@ -60,13 +59,10 @@ def decode_chunk(
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
         text = CommittedTokens(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
-    slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
-    before = slots
+    before = slots = begin_chunk(slots, config)
     loop = functools.partial(_iterate, k=k, functions=functions, config=config, shardings=shardings)
     count, enough, slots = _of_each_copy(loop, config, shardings, slots)(params, slots, inputs)
-    slots, count, enough = dataclasses.replace(slots, stop_state=None), count.max(), enough.all()
-    if not config.turns:  # else they may go on: the host frees the pages of those that do not
-        slots = free_finished(slots)
+    count, enough, slots = count.max(), enough.all(), end_chunk(slots, config)
     verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
     replayed = None
     # At most half a chunk, so that the other half is left to be replayed.
@@ -154,17 +150,32 @@ def _iterate(
         i, enough, slots = state
         running = (~slots.done).sum(dtype=jnp.int32)
         goes_on = (i < inputs.max_iterations) & (running > inputs.stop_at_rows.sum()) & enough
-        return goes_on & mask_has_room(slots, k, config)
+        return goes_on & features_have_room(slots, k + 1, config)
 
     count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *reserve(slots, uncommitted, config)))
     return count[None], enough[None], slots
 
 
-def with_empty_mask(slots: Slots[Cache]) -> Slots[Cache]:
-    """Return the slots without the sampling masks of the last call, which the host has collected."""
-    if slots.mask is None:
-        return slots
-    return dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+def begin_chunk(slots: Slots[Cache], config: EngineConfig) -> Slots[Cache]:
+    """Return the slots with the states of features as a chunk begins."""
+    return slots.with_features(config.features, lambda feature, state: feature.begin(state, slots))
+
+
+def end_chunk(slots: Slots[Cache], config: EngineConfig) -> Slots[Cache]:
+    """Return the slots with the states of features after a chunk, and the pages of finished rows free."""
+    ended = slots.with_features(config.features, lambda feature, state: feature.end(state, slots))
+    if any(feature.keeps_pages for feature in config.features):
+        return ended
+    pool, held = release(ended.pool, ended.held, ended.done)
+    return dataclasses.replace(ended, pool=pool, held=held)
+
+
+def features_have_room(slots: Slots[Cache], emitted: int, config: EngineConfig) -> bool | jax.Array:
+    """Return whether features can take an iteration that emits up to so many tokens of each row."""
+    room: bool | jax.Array = True
+    for feature in config.features:
+        room &= feature.has_room(slots.features[feature.name], emitted)
+    return room
 
 
 def step_options(
@@ -173,25 +184,8 @@ def step_options(
     rows = len(slots.done) // len(slots.pool.count)  # of a device
     width = max(config.width, -(-functions.least_tokens // rows))
     return StepOptions(
-        functions.verify, functions.sampling, functions.eos_ids, width=width, budget=budget, stops=functions.stops
+        functions.verify, functions.sampling, functions.eos_ids, width=width, budget=budget, features=config.features
     )
-
-
-def with_stop_state(
-    slots: Slots[Cache], shardings: Slots, functions: EngineFunctions[Params, Cache]
-) -> tuple[Slots[Cache], Slots]:
-    """Return the slots with the state in which each row's search for stop texts is, and their shardings."""
-    if functions.stops is None:
-        return slots, shardings
-    state = functions.stops.begin(slots)
-    return dataclasses.replace(slots, stop_state=state), dataclasses.replace(shardings, stop_state=shardings.done)
-
-
-def mask_has_room(slots: Slots[Cache], k: int, config: EngineConfig) -> jax.Array | bool:
-    """Return whether the sampling masks of an iteration with k drafts can still be recorded."""
-    if slots.mask is None:
-        return True
-    return slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1]
 
 
 def _here(shardings: Slots) -> Slots:

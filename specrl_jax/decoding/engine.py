@@ -24,7 +24,6 @@ from specrl_jax.decoding.draft_lengths import Choice, DraftLengthPolicy, FixedLe
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
-from specrl_jax.decoding.multi_turn import MultiTurnBatch
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.remote import RemoteEngines
 from specrl_jax.decoding.requests import CallOptions, EngineCall, Requests
@@ -145,7 +144,7 @@ class Engine(Generic[Params, Cache]):
         batch.collect_unfinished()
         if requests.lookahead is not None:
             requests.lookahead.texts |= batch.lookahead_texts()
-        rollouts = batch.rollouts(requests.samples, continuation.version)
+        rollouts = batch.rollouts()
         return rollouts if continuation.partial is None else join(continuation.partial, rollouts)
 
     def begin(
@@ -213,15 +212,12 @@ class Engine(Generic[Params, Cache]):
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> ActiveBatch[Params, Cache]:
         scheduler = Scheduler(self.config, self.compiled.functions.pad_id, requests, history=options.history)
-        version = options.continuation.version
-        if options.turns is None:
-            return ActiveBatch(self.compiled, params, scheduler, seed=seed, version=version)
-        return MultiTurnBatch(
+        return ActiveBatch(
             self.compiled,
             params,
             scheduler,
             seed=seed,
-            version=version,
+            continuation=options.continuation,
             turns=options.turns,
             on_progress=on_progress,
         )

@@ -11,7 +11,6 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, Params
 from specrl_jax.decoding.step import VerifyFn
-from specrl_jax.decoding.stop_texts import StopTexts
 
 Given = TypeVar("Given", contravariant=True)
 # (pages, tokens of a page) -> an empty cache, axis 0 of whose arrays is the page
@@ -44,9 +43,6 @@ class EngineFunctions(Generic[Params, Cache]):
     sampling: Sampling
     eos_ids: tuple[int, ...]
     pad_id: int
-    stops: StopTexts | None = None
     least_tokens: int = 1  # of a device's forward; with fewer, positions behind them fill up
     # Seconds in which an iteration reads a live token's keys and values, over those of all weights: by their bytes.
     token_read: float = 0.0
-    # cache -> pool [C, T, N] in which the target's forwards record each token; None: they do not
-    recorded: Callable[[Cache], jax.Array] | None = None

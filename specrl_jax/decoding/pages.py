@@ -130,6 +130,11 @@ def join(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def where_rows(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return `old` [B, ...] with `new` in `rows` [B] bool."""
+    return jnp.where(jnp.expand_dims(rows, range(1, old.ndim)), new, old)
+
+
 def pick(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Return rows [D, m, ...] int32, numbers within their shard, of x [D n, ...], as [D m, ...]."""
     return join(jax.vmap(lambda x, rows: x[rows])(split(x, len(rows)), rows))

@@ -2,7 +2,7 @@
 
 A row is copied bit for bit, its pages too, and goes on where it stood: its rollout is the one it would have been.
 Moving it costs its bytes twice over the host's link (8B, 2,500 tokens: 0.37 GB), prefilling it again a forward over
-them.
+them. It is no feature that can be off: pages may run out under any config.
 """
 
 import dataclasses

@@ -3,16 +3,12 @@
     empty    slots of the largest batch size, every row finished
     refill   prefills each new prompt once and starts rollouts in free slots
     decode   a `lax.while_loop` of fused iterations, one program per (batch size, draft length)
-    reverify verifies what earlier weights drew of fresh rows
-    extend   appends what environments answered and prefills it (turns)
     compact  moves the running rows into the next smaller batch size
     read_row, read_pages, drop_row, restore_row, write_pages
-             copy a row to the host and back (preemption.py); compiled when pages first run out, drop_row with turns
-             when a rollout first ends
-    read_records
-             copies what is recorded of a finished row's tokens to the host (records.py)
+             copy a row to the host and back (preemption.py); compiled when pages first run out, drop_row when a rollout
+             first ends whose pages are kept
 
-Each has fixed shapes, so a call that does not fit raises instead of compiling another.
+and those of the features. Each has fixed shapes, so a call that does not fit raises instead of compiling another.
 """
 
 import dataclasses
@@ -25,15 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specrl_jax.core import stand_in
 from specrl_jax.decoding.decode import chunk_inputs, decode_chunk
-from specrl_jax.decoding.extend import Extension, extend
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.preemption import drop_row, read_pages, read_row, restore_row, write_pages
-from specrl_jax.decoding.records import pages_at_once, read_records
 from specrl_jax.decoding.refill import compact, empty_slots, refill
 from specrl_jax.decoding.requests import Requests
-from specrl_jax.decoding.reverify import at_once, reverify_chunk
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, PrefillBatch, Prompts, Slots
 
@@ -69,18 +61,19 @@ class EnginePrograms(Generic[Params, Cache]):
     def __post_init__(self) -> None:
         config = self.config
         self.sizes = (config.num_slots, *config.sizes)
-        reverified = at_once(config) if config.earlier else 0
-        self.uncommitted = max(*self.lengths, self.functions.drafter.uncommitted, reverified)
-        self._whole = _whole(self.shardings)
+        features = (feature.at_once(config) for feature in config.features)
+        self.uncommitted = max(*self.lengths, self.functions.drafter.uncommitted, *features)
+        self.whole = _whole(self.shardings)
 
     def all(self) -> list[Program]:
         """Return every program of this engine."""
         decodes = [Program("decode", size, k) for size in self.sizes for k in self.lengths]
         compacts = [Program("compact", size) for size in self.sizes[1:]]
-        once = ["empty", "refill", *(["reverify"] if self.config.earlier else [])]
-        once += ["read_records"] if self.config.records else []
-        extends = [Program("extend", size) for size in self.sizes if self.config.turns]
-        return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *extends, *compacts]
+        once = ["empty", "refill", *(kind for feature in self.config.features for kind in feature.once)]
+        others = [
+            Program(kind, size) for feature in self.config.features for kind in feature.by_size for size in self.sizes
+        ]
+        return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *others, *compacts]
 
     def needed(self, rollouts: int, lengths: Collection[int]) -> list[Program]:
         """Return what a call of so many rollouts runs with these draft lengths, where pages do not run short."""
@@ -88,9 +81,9 @@ class EnginePrograms(Generic[Params, Cache]):
         sizes = [size for size, smaller in zip(self.sizes, (*self.sizes[1:], 0), strict=True) if smaller < rollouts]
 
         def runs(program: Program) -> bool:
-            if program.kind in ("decode", "extend"):
-                return program.size in sizes and (program.kind == "extend" or program.k in lengths)
-            return True
+            if program.kind == "decode":
+                return program.size in sizes and program.k in lengths
+            return program.size in sizes or all(program.kind not in one.by_size for one in self.config.features)
 
         return [program for program in self.all() if runs(program)]
 
@@ -121,37 +114,34 @@ class EnginePrograms(Generic[Params, Cache]):
             fn = functools.partial(refill, functions=engine_functions, config=config)
             return jax.jit(fn, donate_argnums=(1, 2), out_shardings=both), (
                 params,
-                *self._abstract(program.size),
+                *self.abstract(program.size),
                 abstract_prefill_batch(self.config),
             )
         if program.kind == "compact":
             larger = self.sizes[self.sizes.index(program.size) - 1]
             rows = jax.ShapeDtypeStruct((config.shards, program.size // config.shards), jnp.int32)
-            slots = self._abstract(larger)[0]
+            slots = self.abstract(larger)[0]
             jitted = jax.jit(compact, donate_argnums=1, out_shardings=self.shardings)
             return jitted, (slots.by_row(), slots.not_by_row(), rows)
         if program.kind in PREEMPTION:
             return self._describe_preemption(program)
-        if program.kind == "read_records":
-            assert engine_functions.recorded is not None, "something is recorded"
-            pool = engine_functions.recorded(self._abstract(program.size)[0].cache)
-            pages = jax.ShapeDtypeStruct((pages_at_once(config),), jnp.int32)
-            jitted = jax.jit(functools.partial(read_records, shards=config.shards), out_shardings=self._whole)
-            return jitted, (pool, jax.ShapeDtypeStruct((), jnp.int32), pages)
-        if program.kind == "extend":
-            extending = functools.partial(extend, functions=engine_functions, config=config)
-            jitted = jax.jit(extending, donate_argnums=1, out_shardings=self.shardings)
-            row = stand_in(jax.ShapeDtypeStruct((program.size,), jnp.int32))
-            tokens = stand_in(jax.ShapeDtypeStruct((program.size, config.cache_length), jnp.int32))
-            return jitted, (params, self._abstract(program.size)[0], Extension(tokens, row, row, limit=row))
-        chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
-        chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self.shardings)
-        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self.shardings, self._whole))
+        if program.kind == "decode":
+            return self.describe_chunk(functools.partial(decode_chunk, k=program.k), program.size, params)
+        (feature,) = (one for one in config.features if program.kind in one.once + one.by_size)
+        return feature.describe(self, program, params)
+
+    def describe_chunk(
+        self, chunk: Callable, size: int, params: Params
+    ) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
+        """Return as `describe` a function that runs iterations and returns slots and statistics."""
+        config = self.config
+        chunk = functools.partial(chunk, functions=self.functions, config=config, shardings=self.shardings)
+        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self.shardings, self.whole))
         inputs = jax.eval_shape(lambda: chunk_inputs(0, 0, config.shards))
-        return jitted, (params, self._abstract(program.size)[0], inputs)
+        return jitted, (params, self.abstract(size)[0], inputs)
 
     def _describe_preemption(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
-        slots, number = self._abstract(program.size)[0], jax.ShapeDtypeStruct((), jnp.int32)
+        slots, number = self.abstract(program.size)[0], jax.ShapeDtypeStruct((), jnp.int32)
         others = {
             "restore_row": lambda: (jax.eval_shape(read_row, slots, number),),
             "read_pages": lambda: (number,),
@@ -162,7 +152,7 @@ class EnginePrograms(Generic[Params, Cache]):
             return jax.jit(function), (slots, number, *others)
         return jax.jit(function, donate_argnums=0, out_shardings=self.shardings), (slots, number, *others)
 
-    def _abstract(self, size: int) -> tuple[Slots, Prompts]:
+    def abstract(self, size: int) -> tuple[Slots, Prompts]:
         """Return ShapeDtypeStructs of the slots of one batch size, and of the prompt carried over."""
         slots, prompts = jax.eval_shape(functools.partial(empty_slots, self.functions, self.config))
         D = self.config.shards

@@ -1,7 +1,7 @@
 """The functions that put sequences into the slots and take rows out of them."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,9 @@ from specrl_jax.decoding.pages import (
     share,
     split,
     take,
+    where_rows,
 )
-from specrl_jax.decoding.reverify import at_once
-from specrl_jax.decoding.state import Cache, Earlier, EngineConfig, MaskBuffer, Params, PrefillBatch, Prompts, Slots
-
-# Token ids of a sampling mask that a row can record in one chunk, 64 KiB: with top_p a token keeps a few, seldom 512.
-LARGEST_MASK = 16384
+from specrl_jax.decoding.state import Cache, EngineConfig, Params, PrefillBatch, Prompts, Slots
 
 
 def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig) -> tuple[Slots[Cache], Prompts]:
@@ -60,23 +57,9 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         pool=empty_pool(D, C),
         held=no_pages(B, config.columns, C),
         sampling=RowSampling(jnp.ones(B, jnp.float32), zeros(B), jnp.ones(B, jnp.float32)),
-        mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
-        earlier=Earlier(zeros(B, S), zeros(B), zeros(B)) if config.earlier else None,
-        last_pages=zeros(B, config.columns) if config.records else None,
-        turn_start=zeros(B) + 1 if config.turns else None,
+        features={feature.name: feature.empty(config, k) for feature in config.features},
     )
     return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
-
-
-def _mask_capacity(config: EngineConfig, longest: int) -> int:
-    """Return C, the ids that a row can record in one chunk: what a chunk may need, or LARGEST_MASK and two iterations.
-
-    Args:
-      longest: tokens of the longest draft.
-    """
-    longest = max(longest, at_once(config) if config.earlier == "verify" else 0)
-    iteration = (longest + 1) * config.most_kept
-    return min(config.chunk * iteration, max(LARGEST_MASK, 2 * iteration))
 
 
 def refill(
@@ -104,6 +87,7 @@ def refill(
     pool, cache, held = _start_rows(slots, pool, cache, prompts=prompts, batch=batch, length=length, config=config)
     slots = dataclasses.replace(slots, pool=pool, cache=cache, held=held)
     slots = _start(slots, batch, tokens, length, functions.pad_id)
+    slots = slots.with_features(config.features, lambda feature, state: feature.start(state, batch, length))
 
     source = batch.carried_source
     is_carried = source[:, None] == jnp.arange(len(prompts.length) // D)[None]
@@ -118,8 +102,7 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
     lookup_cache = _insert(slots.lookup_cache, batch, tokens, length)
     tokens = jnp.pad(tokens, ((0, 0), (0, S - tokens.shape[1])), constant_values=pad_id)
 
-    def start(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(jnp.expand_dims(fresh, range(1, old.ndim)), new, old)
+    start = functools.partial(where_rows, fresh)
 
     def clear(old: jax.Array) -> jax.Array:
         return start(jnp.zeros_like(old), old)
@@ -140,20 +123,7 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
         group=start(batch.group, slots.group),
         sequence=start(batch.sequence, slots.sequence),
         lookup_cache=lookup_cache,
-        mask=slots.mask and dataclasses.replace(slots.mask, count=clear(slots.mask.count)),
         sampling=jax.tree.map(start, batch.sampling, slots.sampling),
-        earlier=None if slots.earlier is None else _earlier(slots.earlier, batch, start),
-        turn_start=None if slots.turn_start is None else start(length, slots.turn_start),
-    )
-
-
-def _earlier(old: Earlier, batch: PrefillBatch, start: Callable[[jax.Array, jax.Array], jax.Array]) -> Earlier:
-    """Return the tokens of earlier weights, those of fresh slots replaced by `start`."""
-    assert batch.earlier is not None and batch.earlier_length is not None, "the engine takes such tokens"
-    return Earlier(
-        start(batch.earlier, old.tokens),
-        start(batch.earlier_length, old.length),
-        start(jnp.zeros_like(old.num_kept), old.num_kept),
     )
 
 
@@ -211,9 +181,7 @@ def _start_rows(
     D, C, fresh = config.shards, config.shard_pages, batch.fresh
     full = jnp.where(fresh, (length - 1) // config.page_tokens, 0)
     pool, shared = share(pool, prompts.held, batch.source, full)
-    held = jax.tree.map(
-        lambda new, old: jnp.where(jnp.expand_dims(fresh, range(1, old.ndim)), new, old), shared, slots.held
-    )
+    held = jax.tree.map(functools.partial(where_rows, fresh), shared, slots.held)
     pool, held = take(pool, held, fresh.astype(jnp.int32), 1)
     tables = pick(prompts.held.table, split(batch.source, D))
     original = split(jnp.take_along_axis(tables, full[:, None], axis=1)[:, 0], D)

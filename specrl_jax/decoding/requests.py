@@ -9,11 +9,11 @@ import numpy as np
 
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
+from specrl_jax.decoding.features.turns import Turns
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Params
-from specrl_jax.decoding.turns import Turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class CallOptions(Generic[Params]):
     history: History | None = None  # rollouts of earlier calls, for lookup drafters
     # Options for rollouts that span several calls.
     continuation: Continuation[Params] = dataclasses.field(default_factory=Continuation)
-    # The environments that answer turns; None: a rollout is one turn. Needs EngineConfig.turns, and a call that stands
-    # alone.
+    # The environments that answer turns; None: a rollout is one turn. Needs `SeveralTurns`, and a call
+    # that stands alone.
     turns: Turns | None = None
 
 

@@ -1,7 +1,7 @@
 """Finished rollouts on the host."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -37,7 +37,30 @@ class DecodeChunk(NamedTuple):
         return self.live * self.verifications / self.iterations
 
 
-NO_EXPERTS = np.zeros((0, 0), np.uint8)
+class Recorded(NamedTuple):
+    """Values that a feature recorded of R rollouts: one of each, or several, rollout by rollout."""
+
+    values: np.ndarray  # [R, ...] or [N, ...]
+    lengths: np.ndarray | None = None  # [R] int64, values of each rollout; None: one
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Sequence[np.ndarray]]) -> Self:
+        """Join what was recorded of each rollout part by part."""
+        found = [part for some in parts for part in some if len(part)] or [np.zeros(0, np.int32)]
+        return cls(np.concatenate(found), np.array([sum(map(len, some)) for some in parts], np.int64))
+
+    def by_rollout(self) -> list[np.ndarray]:
+        """Return the values of each rollout."""
+        assert self.lengths is not None, "one each"
+        # np.split would make one part of no rollouts.
+        return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+    def take(self, rows: np.ndarray) -> Self:
+        """Return those of selected rollouts."""
+        if self.lengths is None:
+            return self._replace(values=self.values[rows])
+        parts = self.by_rollout()
+        return self.of_parts([[parts[row]] for row in np.arange(len(parts))[rows]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +81,23 @@ class Rollouts:
     ended: np.ndarray
     eos: np.ndarray  # [R] bool, the last token is an end-of-text token
     finished: np.ndarray  # [R] bool; False where the call ended before the rollout did
-    environment: np.ndarray  # [R, S] bool, tokens of the response that an environment wrote
-    prefilled: np.ndarray  # [R] int32, tokens of the prompt and of the environment; those prefilled again count again
+    environment: np.ndarray  # [R, S] bool, tokens that an environment wrote; here, since no learner counts them
     verifications: np.ndarray  # [R] int32, target forwards after the prefill
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
     parked: np.ndarray  # [R] int32, times that it waited on the host for pages
-    reverified: np.ndarray  # [R] int32, response tokens that earlier weights drew and that were kept
     weights_version: np.ndarray  # [R] int64, of the weights that a rollout began with, as the next two
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64
-    # [R, S] int32, the weights_version that drew each response token, by absolute position, 0 elsewhere; [R, 0] where
-    # all tokens of a rollout are of one version
-    token_version: np.ndarray
     chunks: tuple[DecodeChunk, ...]  # in the order they ran; the verification of earlier tokens is none of them
-    # The sampling mask: ids that top-k and top-p kept at each response token, rollout by rollout, token by token.
-    mask_ids: np.ndarray  # [N] int32; [0] where it is not recorded
-    mask_count: np.ndarray  # [R, S] int32, how many of them belong to each token; [R, 0] where it is not recorded
-    # The experts of each token of a finished rollout but its last, joined (models/decoder/expert_record.py).
-    experts: np.ndarray  # [N, L k] uint8 or int16; NO_EXPERTS where they are not recorded
+    # Where they are recorded:
+    #   reverified     [R] int32, response tokens that earlier weights drew and that were kept (reverify.py)
+    #   prefilled      [R] int32, tokens of the prompt and of the environment; those prefilled again count again
+    #   token_version  [R, S] int32, the weights_version that drew each response token, by absolute position
+    #   mask_count     [R, S] int32, how many ids top-k and top-p kept at each response token (sampling_mask.py)
+    #   mask_ids       int32, these ids, token by token
+    #   experts        [.., L k] uint8 or int16, of each token of a finished rollout but its last (router_records.py)
+    features: Mapping[str, Recorded] = dataclasses.field(default_factory=dict)
 
     @property
     def response_length(self) -> np.ndarray:
@@ -100,26 +121,14 @@ class Rollouts:
         """Return prompt and response of one rollout, int32."""
         return self.tokens[row, : self.length[row]]
 
-    def masks(self) -> list[np.ndarray]:
-        """Return the `mask_ids` of each rollout."""
-        return _split(self.mask_ids, self.mask_count.sum(axis=1))
-
-    def experts_by_rollout(self) -> list[np.ndarray]:
-        """Return the `experts` of each rollout; none of those that are not finished."""
-        # Of one that an earlier call finished, what a call returns has no response (continuation.py).
-        has_some = self.finished & (self.response_length > 0)
-        return _split(self.experts, np.where(has_some, self.length - 1, 0))
+    def total(self, name: str) -> int:
+        """Return the sum of what a feature counted; 0 where it is off."""
+        return int(self.features[name].values.sum()) if name in self.features else 0
 
     def take(self, rows: np.ndarray) -> Self:
         """Return selected rows; `chunks` stays that of all rows."""
-        masks, experts = self.masks(), self.experts_by_rollout()
-        numbers = np.arange(len(masks))[rows]
-        return dataclasses.replace(
-            self,
-            **{name: getattr(self, name)[rows] for name in _PER_ROW},
-            mask_ids=np.concatenate([masks[row] for row in numbers] or [self.mask_ids[:0]]),
-            experts=stack_experts([experts[row] for row in numbers]),
-        )
+        values = {name: getattr(self, name)[rows] for name in _PER_ROW}
+        return dataclasses.replace(self, **values, features={k: one.take(rows) for k, one in self.features.items()})
 
     def take_groups(self, groups: np.ndarray, group_size: int) -> Self:
         """Return selected groups, whose prompts `prompt_index` then counts."""
@@ -137,18 +146,14 @@ class Rollouts:
         return (columns >= self.prompt_length[:, None]) & (columns < self.length[:, None])
 
 
-_NOT_PER_ROW = ("chunks", "mask_ids", "experts")
+_NOT_PER_ROW = ("chunks", "features")
 _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name not in _NOT_PER_ROW)
 
 
-def _split(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Split values into so many of each rollout; np.split would make one part of no rollouts."""
-    return np.split(values, np.cumsum(counts)[:-1]) if len(counts) else []
-
-
-def stack_experts(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the experts of several rollouts or calls, of which some may have none."""
-    return np.concatenate([part for part in parts if len(part)] or [NO_EXPERTS])
+def _joined(parts: Sequence[Recorded]) -> Recorded:
+    if parts[0].lengths is None:
+        return Recorded(np.concatenate([part.values for part in parts]))
+    return Recorded.of_parts([[one] for part in parts for one in part.by_rollout()])
 
 
 def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
@@ -160,8 +165,8 @@ def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
     """Join the rollouts of several calls of one engine; `prompt_index` counts the prompts of all."""
     if len(parts) == 1:
         return parts[0]
-    values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_PER_ROW, "mask_ids")}
-    values["experts"] = stack_experts([part.experts for part in parts])
+    values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_ROW}
+    features = {name: _joined([part.features[name] for part in parts]) for name in parts[0].features}
     prompts = np.cumsum([0] + [part.prompt_index.max() + 1 for part in parts[:-1]])
     values["prompt_index"] = np.concatenate([part.prompt_index + n for part, n in zip(parts, prompts)])
-    return Rollouts(**values, chunks=tuple(chunk for part in parts for chunk in part.chunks))
+    return Rollouts(**values, features=features, chunks=tuple(chunk for part in parts for chunk in part.chunks))

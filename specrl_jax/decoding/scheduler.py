@@ -164,6 +164,7 @@ class Scheduler:
         for shard, group in enumerate(self._current):
             if group:
                 carried_source[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
+        begun = dict(zip(rows.tolist(), requests.tolist(), strict=True))
         longest: np.ndarray | int = config.max_response_tokens
         if asked.responses is not None:
             longest = np.asarray(asked.responses)[requests]
@@ -182,21 +183,9 @@ class Scheduler:
                 top_k=of_rows(asked.sampling.top_k, np.int32),
                 top_p=of_rows(asked.sampling.top_p, np.float32),
             ),
+            features={one.name: one.refill_input(config, asked, begun) for one in config.features},
             **self._new_prompts(new),
-            **self._earlier_tokens(rows, requests),
         )
-
-    def _earlier_tokens(self, rows: np.ndarray, requests: np.ndarray) -> dict[str, jax.Array]:
-        """Return the part of a prefill batch that earlier weights drew; none where the engine does not take it."""
-        if not self._config.earlier:
-            return {}
-        B, S = self._config.num_slots, self._config.cache_length
-        tokens, length = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
-        for row, request, number in zip(rows, requests, self.requests.ids(requests), strict=True):
-            if (response := self.requests.earlier.get(int(number))) is not None:
-                text = np.concatenate([self.requests.prompt(request), response])[:S]
-                tokens[row, : len(text)], length[row] = text, len(text)
-        return {"earlier": stand_in(tokens), "earlier_length": stand_in(length)}
 
     def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts, those of each shard together."""

@@ -4,7 +4,8 @@ The engine is generic in `Params` (weights of target and drafter) and `Cache` (t
 """
 
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import flax.struct
 import jax
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
+from specrl_jax.decoding.features.base import Feature
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import PagePool, PageTable, tables
 
 Params = TypeVar("Params")
 Cache = TypeVar("Cache")
+Kind = TypeVar("Kind", bound=Feature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +35,24 @@ class EngineConfig:
     new_prompts: int = 0  # most prompts that one refill can start; 0: num_slots
     free_slots: int = 0  # free slots that trigger a refill; 0: a quarter of num_slots
     width: int = 0  # least positions per forward of an iteration (rollout.parity)
-    # Rollouts may begin with tokens that were drawn under earlier weights (reverify.py): "verify" keeps those that the
-    # weights at hand draw too, "keep" all; "": none
-    earlier: str = ""
-    versions: bool = False  # the weights that drew it are recorded of each token
-    turns: bool = False  # rollouts may go on with what an environment answers (extend.py)
-    copies_pages: bool = True  # the pages of a row that waits for its environment on the host; else prefilled again
     budget: int = 0  # drafts of a shard that an iteration verifies at most; 0: all (draft.budget)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs
-    most_kept: int = 0  # K, tokens that top-k and top-p keep at most, recorded of each response token; 0: not recorded
-    records: bool = False  # the target's record of each token is returned with the rollouts (records.py)
     page_tokens: int = 16  # T, positions of a page, a power of two
     pages: int = 0  # pages of a shard; 0: as many as its slots can ever hold
     shards: int = 1  # D, data shards that split the slots
     prefill_tokens: int = 256  # most tokens of a prompt per forward of a prefill
     copies: tuple[str, ...] = ()  # mesh axes whose devices have copies of the weights and rows of their own
+    features: tuple[Feature, ...] = ()  # those that are on, one of a kind
+
+    def feature(self, kind: type[Kind]) -> Kind | None:
+        """Return the feature of a kind; None: it is off."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
+
+    def without(self, *kinds: type[Feature]) -> Self:
+        """Return the config with features of some kinds off."""
+        left = tuple(feature for feature in self.features if not isinstance(feature, kinds))
+        return dataclasses.replace(self, features=left)
 
     @property
     def cache_length(self) -> int:
@@ -86,26 +91,6 @@ class EngineConfig:
 
 
 @flax.struct.dataclass
-class MaskBuffer:
-    """The token ids that top-k and top-p kept at each response token: of a chunk, which the host collects after it.
-
-    A chunk ends before a row's C ids could be too few: [B, S, K] ids would be gigabytes.
-    """
-
-    count: jax.Array  # [B, S] int32, ids kept, by absolute position; 0 elsewhere
-    ids: jax.Array  # [B, C] int32, of the chunk's tokens, one token after the other
-    used: jax.Array  # [B] int32, entries of `ids`
-
-
-class Earlier(NamedTuple):
-    """Tokens that earlier weights drew with the noise of the same rollouts, to be verified."""
-
-    tokens: jax.Array  # [B, S] int32, prompt and response by absolute position
-    length: jax.Array  # [B] int32, tokens; 0 once one of them was not kept
-    num_kept: jax.Array  # [B] int32, response tokens that were kept
-
-
-@flax.struct.dataclass
 class Slots(Generic[Cache]):
     """State of B sequences being decoded."""
 
@@ -129,11 +114,7 @@ class Slots(Generic[Cache]):
     pool: PagePool  # who holds them
     held: PageTable  # those of each row
     sampling: RowSampling  # of each row
-    mask: MaskBuffer | None = None  # None: not recorded
-    earlier: Earlier | None = None  # None: rollouts begin at their prompts
-    last_pages: jax.Array | None = None  # [B, P] int32, pages of a row when it ended; None: nothing is recorded
-    turn_start: jax.Array | None = None  # [B] int32, the first column of the row's turn; None: of its response
-    stop_state: jax.Array | None = None  # [B] int32 of stop_texts.py, within a chunk; None: elsewhere, and without any
+    features: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name of each its state, arrays by row
 
     @property
     def table(self) -> Table:
@@ -149,6 +130,11 @@ class Slots(Generic[Cache]):
         none = {field.name: None for field in dataclasses.fields(self)}
         shared = {"lookup_cache": self.lookup_cache, "cache": self.cache, "pool": self.pool}
         return cast("Slots[Cache]", self.replace(**none | shared))  # type: ignore[attr-defined]
+
+    def with_features(self, features: Sequence[Feature], state_of: Callable[[Feature, Any], Any]) -> "Slots[Cache]":
+        """Return the slots with what `state_of` makes of each feature and its state."""
+        states = {one.name: state_of(one, self.features.get(one.name)) for one in features}
+        return cast("Slots[Cache]", self.replace(features=states))  # type: ignore[attr-defined]
 
     def place(self, positions: jax.Array) -> Paging:
         """Return where tokens at `positions` [B, Q] of the running rows stand."""
@@ -180,10 +166,9 @@ class PrefillBatch(NamedTuple):
     sequence: jax.Array  # [B] int32
     sampling: RowSampling  # of the slots that start
     new_group: jax.Array  # [P] int32, group of each new prompt in the lookup cache; the number of groups: none
+    features: dict[str, Any]  # by name, the part of each; None: it has none
     texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
     text_length: jax.Array | None = None  # [P, M] int32
-    earlier: jax.Array | None = None  # [B, S] int32, as `Earlier.tokens`
-    earlier_length: jax.Array | None = None  # [B] int32; 0: none
 
 
 class ChunkStatistics(NamedTuple):

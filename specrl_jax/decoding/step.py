@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
-from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
+from kernels_pallas.verify.op import Draft, Noise, Verified, VerifyInputs
 from specrl_jax.decoding.admission import admit, flat_inputs
+from specrl_jax.decoding.features.base import Committed, Feature
 from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.pages import pick
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
-from specrl_jax.decoding.stop_texts import StopTexts
+from specrl_jax.decoding.state import Cache, Slots
 
 # (tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
 TargetFn = Callable[[jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
@@ -36,7 +36,7 @@ class StepOptions:
     eos_ids: tuple[int, ...]
     width: int = 0  # least positions per forward and verification; those beyond the draft only fix the shape
     budget: int = 0  # drafts of a shard that are verified at most; 0: all
-    stops: StopTexts | None = None
+    features: tuple[Feature, ...] = ()
 
 
 def no_draft(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
@@ -68,7 +68,7 @@ def speculative_step(
         verified = options.verify(VerifyInputs(noise, draft, logits, sampling=slots.sampling), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
-        return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified), options.stops)
+        return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified), options.features)
 
 
 def _draft_positions(draft: Draft, verified: Verified) -> jax.Array | None:
@@ -98,7 +98,7 @@ def commit(
     verified: Verified,
     eos_ids: tuple[int, ...],
     draft_positions: jax.Array | None = None,
-    stops: StopTexts | None = None,
+    features: tuple[Feature, ...] = (),
 ) -> Slots[Cache]:
     """Append the emitted tokens; cut after the first one that ends the response, and at the limit.
 
@@ -109,20 +109,18 @@ def commit(
     """
     tokens, count = verified.tokens, verified.num_accepted + 1
     offsets = jnp.arange(tokens.shape[1])[None]
-    ends, stop_state = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)), slots.stop_state
-    if stops is not None and stop_state is not None:
-        states, stopped = stops.run(stop_state, jnp.maximum(tokens, 0))
-        ends |= stopped
+    ends = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
+    looked = {feature.name: feature.look(slots.features[feature.name], tokens) for feature in features}
+    for _, stopped in looked.values():
+        ends = ends if stopped is None else ends | stopped
     ends &= offsets < count[:, None]
     ended = ends.any(axis=1)
     count = jnp.where(ended, jnp.argmax(ends, axis=1) + 1, count)
     count = jnp.where(slots.done, 0, jnp.minimum(count, slots.limit - slots.length)).astype(jnp.int32)
-    if stops is not None and stop_state is not None:
-        last = jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        stop_state = jnp.where(count > 0, last, stop_state)
     S = slots.tokens.shape[1]
-    where = jnp.where(offsets < count[:, None], slots.length[:, None] + offsets, S)
-    length = slots.length + count
+    here = offsets < count[:, None]
+    where = jnp.where(here, slots.length[:, None] + offsets, S)
+    length, committed = slots.length + count, Committed(verified, here, count, where)
     lookup_cache = slots.lookup_cache
     if lookup_cache is not None:
         # The group of a finished row may already belong to another prompt.
@@ -130,34 +128,19 @@ def commit(
         lookup_cache = append(lookup_cache, group, slots.sequence, positions=where, tokens=tokens, length=length)
     return dataclasses.replace(
         slots,
-        tokens=_write(slots.tokens, where, tokens),
-        logprobs=_write(slots.logprobs, where, verified.logprobs),
+        tokens=write_columns(slots.tokens, where, tokens),
+        logprobs=write_columns(slots.logprobs, where, verified.logprobs),
         draft_positions=slots.draft_positions
         if draft_positions is None
-        else _write(slots.draft_positions, where, draft_positions),
+        else write_columns(slots.draft_positions, where, draft_positions),
         length=length,
         done=slots.done | ended | (length >= slots.limit),
         verifications=slots.verifications + ~slots.done,
         lookup_cache=lookup_cache,
-        stop_state=stop_state,
-        mask=slots.mask and record_mask(slots.mask, verified.mask, where, committed=offsets < count[:, None]),
-    )
+    ).with_features(features, lambda one, _: one.commit(looked[one.name][0], committed))
 
 
-def record_mask(buffer: MaskBuffer, mask: SamplingMask | None, where: jax.Array, *, committed: jax.Array) -> MaskBuffer:
-    """Append the ids kept at the committed tokens [B, Q] bool, which stand at columns `where` [B, Q]."""
-    assert mask is not None, "a mask is recorded where top-k or top-p is on"
-    count = jnp.where(committed, mask.count, 0)
-    end = buffer.used[:, None] + jnp.cumsum(count, axis=1)
-    ids = buffer.ids
-    # All K ids of a token are written; the next token's overwrite what it did not keep.
-    for i in range(count.shape[1]):
-        start = end[:, i] - count[:, i]
-        ids = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(ids, mask.ids[:, i], start)
-    return MaskBuffer(_write(buffer.count, where, count), ids, end[:, -1])
-
-
-def _write(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
+def write_columns(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
     """Write new [B, Q] into buffer [B, S] at columns `where` [B, Q]; column S is dropped."""
     return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(
         buffer, where, new.astype(buffer.dtype)

@@ -13,6 +13,9 @@ from jax.sharding import Sharding
 from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.features.reverify import Reverification
+from specrl_jax.decoding.features.router_records import RouterRecords
+from specrl_jax.decoding.features.turns import SeveralTurns
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
@@ -54,7 +57,7 @@ def find_phases(plan: Plan) -> list[Phase]:
     ]
     if logprob_passes(grpo.old_logprobs, grpo.kl_coef):
         found.append(phases.scoring("logprob", learner.logprob_step))
-    if plan.limits.records:
+    if plan.limits.feature(RouterRecords):
         found.append(phases.scoring("comparison of experts", learner.unreplayed_step))
     if not state.draft:
         return found + phases.policy_update()
@@ -163,8 +166,12 @@ def _generation(rollout: RolloutEngines, weights: Weights, resident: tuple[objec
         phase("refill", "refill", PARAMETERS, CACHE, CACHE, BATCH),
         phase("plain chunk", "decode", PARAMETERS, CACHE, BATCH),
         *([phase(f"speculative chunk, k={k}", "decode", PARAMETERS, CACHE, BATCH, k=k)] if k else []),
-        *([phase("chunk of earlier tokens", "reverify", PARAMETERS, CACHE, BATCH)] if limits.earlier else []),
-        *([phase("extension", "extend", PARAMETERS, CACHE, BATCH)] if limits.turns else []),
+        *(
+            [phase("chunk of earlier tokens", "reverify", PARAMETERS, CACHE, BATCH)]
+            if limits.feature(Reverification)
+            else []
+        ),
+        *([phase("extension", "extend", PARAMETERS, CACHE, BATCH)] if limits.feature(SeveralTurns) else []),
         *(phase(f"compact to {n}", "compact", CACHE, CACHE, BATCH, n=n) for n in programs.sizes[1:]),
         # The program does not read the pages.
         phase("row to the host", "read_row", CACHE, BATCH, beside=slots.not_by_row()),
@@ -172,7 +179,7 @@ def _generation(rollout: RolloutEngines, weights: Weights, resident: tuple[objec
         phase("end of a row", "drop_row", CACHE, BATCH),
         phase("row from the host", "restore_row", CACHE, BATCH, BATCH),
         phase("pages from the host", "write_pages", CACHE, BATCH, BATCH, BATCH),
-        *([records()] if limits.records else []),
+        *([records()] if limits.feature(RouterRecords) else []),
     ]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import KeptTokens, Places, Rows, pack, packed, packed_rows, rows_of
-from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.rollouts import Recorded, Rollouts
 
 # Tokens of the shortest row: attention over fewer saves nothing that could be measured.
 SHORTEST = 128
@@ -155,33 +155,33 @@ def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = N
     if places:
         rows = packed_rows(rows, places, r.length, pad_id=pad_id)
         by_token = [packed(x, places, r.length, empty=0) for x in by_token]
-    if r.mask_count.shape[1]:
+    if "mask_count" in r.features:
         rows = dataclasses.replace(rows, kept=_kept_tokens(r, places, packing.ids if packing else 1))
-    if len(r.experts):
-        rows = dataclasses.replace(rows, experts=_experts(r, places, rows.tokens.shape))
+    if "experts" in r.features and len(r.features["experts"].values):
+        rows = dataclasses.replace(rows, experts=_experts(r.features["experts"], places, rows.tokens.shape))
     return LearnerBatch(rows, *by_token)
 
 
 def _kept_tokens(rollouts: Rollouts, places: Places | None, each: int) -> KeptTokens:
     """Lay out the rollouts' sampling masks, aligned with the rows' targets; `each`: Packing.ids."""
-    count = np.pad(rollouts.mask_count[:, 1 : rollouts.length.max()], ((0, 0), (0, 1)))
+    count = np.pad(rollouts.features["mask_count"].values[:, 1 : rollouts.length.max()], ((0, 0), (0, 1)))
     row = order = np.arange(len(count))
     if places:
         count, row = packed(count, places, rollouts.length, empty=0), places.row
         order = np.lexsort((places.start, places.row))
     room = ids_per_row(count.shape[1] * each, int(count.sum(axis=1).max()))
     ids = np.full((len(count), room), -1, np.int32)
-    used, masks = np.zeros(len(count), np.int64), rollouts.masks()
+    used, masks = np.zeros(len(count), np.int64), rollouts.features["mask_ids"].by_rollout()
     for i in order:
         ids[row[i], used[row[i]] : used[row[i]] + len(masks[i])] = masks[i]
         used[row[i]] += len(masks[i])
     return KeptTokens(stand_in(ids), stand_in(count))
 
 
-def _experts(rollouts: Rollouts, places: Places | None, shape: tuple[int, ...]) -> jax.Array:
+def _experts(recorded: Recorded, places: Places | None, shape: tuple[int, ...]) -> jax.Array:
     """Lay out the experts of the rollouts' tokens, [B, T, L k]; none of a rollout's last token and of padding."""
-    out = np.zeros((*shape, rollouts.experts.shape[1]), rollouts.experts.dtype)
-    for i, experts in enumerate(rollouts.experts_by_rollout()):
+    out = np.zeros((*shape, recorded.values.shape[1]), recorded.values.dtype)
+    for i, experts in enumerate(recorded.by_rollout()):
         row, start = (places.row[i], places.start[i]) if places else (i, 0)
         out[row, start : start + len(experts)] = experts
     return stand_in(out)

@@ -8,6 +8,7 @@ import optax
 
 from specrl_jax.config import DraftConfig, OptimizerConfig
 from specrl_jax.core import Params, Tree
+from specrl_jax.decoding.features.sampling_mask import most_kept_of
 from specrl_jax.distributed import global_arrays
 from specrl_jax.learner.batch import Packing
 from specrl_jax.learner.draft_step import (
@@ -110,7 +111,7 @@ def make_learner(plan: Plan) -> Learner:
         unreplayed_step=announced("comparison of experts", "logprob", make_unreplayed_step(forward, partition)),
         feature_step=announced("features", "features", make_feature_step(forward, partition)),
         read_tables=announced(
-            "draft tables", "train", make_read_tables(plan.model, partition, plan.limits.most_kept > 0)
+            "draft tables", "train", make_read_tables(plan.model, partition, most_kept_of(plan.limits) > 0)
         ),
         draft_step=draft_step
         and DraftStep(announced("draft pairs", "train", draft_step.count), update("draft", draft_step.update)),
@@ -171,7 +172,7 @@ def make_packing(plan: Plan) -> Packing:
         rollouts=config.pretrain.batch_size
         if config.task in OF_TEXTS
         else grpo.prompts_per_step * grpo.group_size // parts,
-        most_kept=plan.limits.most_kept,
+        most_kept=most_kept_of(plan.limits),
         parts=parts,
         num_shards=learner.num_shards("batch"),
         sequence_shards=learner.num_shards("sequence"),

@@ -7,6 +7,8 @@ from jax.typing import DTypeLike
 
 from specrl_jax.core import Tree, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
+from specrl_jax.decoding.features.router_records import RouterRecords
+from specrl_jax.decoding.features.sampling_mask import most_kept_of
 from specrl_jax.learner.build import Learner
 from specrl_jax.models.decoder.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
@@ -22,8 +24,10 @@ def abstract_microbatch(learner: Learner) -> tuple[Rows, LossInputs]:
         return stand_in(jax.ShapeDtypeStruct((B, *shape), dtype, sharding=sharding))
 
     ints, floats, mask = array(jnp.int32, T), array(jnp.float32, T), array(jnp.bool_, T)
-    kept = KeptTokens(array(jnp.int32, T * packing.ids), ints) if limits.most_kept else None
-    experts = array(record_dtype(model), T, model.layers * model.experts_per_token) if limits.records else None
+    kept = KeptTokens(array(jnp.int32, T * packing.ids), ints) if most_kept_of(limits) else None
+    experts = (
+        array(record_dtype(model), T, model.layers * model.experts_per_token) if limits.feature(RouterRecords) else None
+    )
     rows = Rows(ints, ints, ints, mask=mask, segments=ints, kept=kept, experts=experts)
     inputs = LossInputs(
         old_logprobs=None if objective.old_logprobs == "current" else floats,

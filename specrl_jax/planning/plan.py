@@ -13,6 +13,11 @@ from specrl_jax.config import Config, PipelineConfig, PolicyConfig
 from specrl_jax.config.automatic import check_chosen, with_values
 from specrl_jax.config.requirement import Requirement
 from specrl_jax.config.validate import draft_options
+from specrl_jax.decoding.features.base import Feature
+from specrl_jax.decoding.features.reverify import Reverification
+from specrl_jax.decoding.features.router_records import RouterRecords
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
+from specrl_jax.decoding.features.turns import SeveralTurns
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftMethod, DraftModel
@@ -90,10 +95,9 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
     limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache, platform=rollout.platform)
-    limits = dataclasses.replace(limits, records=limits.records and bool(model.experts))
-    page = page_bytes(
-        model, method.model, config.rollout.dtype, tokens=limits.page_tokens, partition=rollout, records=limits.records
-    )
+    limits = limits if model.experts else limits.without(RouterRecords)
+    records, tokens = limits.feature(RouterRecords) is not None, limits.page_tokens
+    page = page_bytes(model, method.model, config.rollout.dtype, tokens=tokens, partition=rollout, records=records)
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
     plan = Plan(
         config,
@@ -179,7 +183,6 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, pla
     prompts = -(-slots // grpo.group_size)  # under way at once
     prefill = fixed.turn if config.environment.name else fixed.prefill
     piece = min(prefill, rollout.max_prompt_tokens)
-    replays = config.task in WITH_ROLLOUTS
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
@@ -195,13 +198,23 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool, *, pla
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
-        most_kept=most_kept(sampling_of(config)) if replays else 0,
-        turns=bool(config.environment.name),
         budget=draft.budget and max(1, draft.budget // num_shards),
-        earlier=_earlier(config) if config.task == "train" else "",
-        versions=config.pipeline.schedule in ("inflight", "partial"),
-        records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
+        features=find_features(config),
     )
+
+
+def find_features(config: Config) -> tuple[Feature, ...]:
+    """Return the features of the engine that are on; `rollout.stop` is one more, which takes the tokenizer."""
+    schedule, learns = config.pipeline.schedule, config.task in WITH_ROLLOUTS
+    earlier = schedule in ("exact", "partial") or config.pipeline.recompute_cache
+    kept = most_kept(sampling_of(config))
+    features = (
+        config.task == "train" and earlier and Reverification(keeps=schedule != "exact"),
+        learns and config.policy.router_replay and RouterRecords(),
+        learns and kept and SamplingMasks(kept),
+        config.environment.name and SeveralTurns(),
+    )
+    return tuple(feature for feature in features if isinstance(feature, Feature))
 
 
 def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
@@ -224,13 +237,6 @@ def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
             f"divide the {n} there are, and pipeline.rollout_devices the {learning} of each that learn"
         )
     return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
-
-
-def _earlier(config: Config) -> str:
-    """Return what becomes of tokens that earlier weights drew: EngineConfig.earlier."""
-    if config.pipeline.schedule == "exact":
-        return "verify"
-    return "keep" if config.pipeline.schedule == "partial" or config.pipeline.recompute_cache else ""
 
 
 def _split(mesh: Mesh) -> tuple[int, int]:

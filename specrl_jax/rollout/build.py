@@ -12,6 +12,9 @@ from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
 from specrl_jax.data.turns import end_of_turn_fault
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine, shares
+from specrl_jax.decoding.features.reverify import Reverification
+from specrl_jax.decoding.features.router_records import RouterRecords
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.planning.plan import Plan, draft_lengths, sampling_of
@@ -83,10 +86,10 @@ def make_rollout(
         evaluation = training.sampled_as(sampling, training.response_tokens)
     else:
         # The longest drafts or none, so its programs are few; what learning needs is not recorded.
-        apart = dataclasses.replace(plan.limits, most_kept=0, earlier="", versions=False, records=False)
+        apart = inference.limits.without(Reverification, RouterRecords, SamplingMasks)
         sampled = dataclasses.replace(inference, sampling=sampling, limits=apart)
         evaluation = _drafting_engine(make, plan, sampled, adaptive=False, lengths=None)
-    plain_limits = dataclasses.replace(plan.limits, groups=0, sequences=0, earlier="", versions=False)
+    plain_limits = dataclasses.replace(inference.limits.without(Reverification), groups=0, sequences=0)
     plain = make(None, NO_DRAFTER, config=dataclasses.replace(inference, limits=plain_limits))
     # Rollout workers fetch their weights in the parts in which the learner's devices have them.
     learner, remote = plan.learner_partition, config.pipeline.workers and config.task == "train"
@@ -110,16 +113,18 @@ def make_rollout(
 
 
 def _inference_config(plan: Plan, tokenizer: Tokenizer) -> InferenceConfig:
-    config = plan.config
+    config, limits = plan.config, plan.limits
+    if stop := config.rollout.stop:
+        stops = find_stop_texts(stop, tokenizer, plan.model.vocab)
+        limits = dataclasses.replace(limits, features=(*limits.features, stops))
     return InferenceConfig(
         sampling=sampling_of(config),
-        limits=plan.limits,
+        limits=limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
         cache_dtype=jnp.dtype(config.rollout.dtype),
         compute_dtype=jnp.dtype(config.rollout.dtype),
         quantize=config.rollout.quantize,
-        stops=find_stop_texts(stop, tokenizer, plan.model.vocab) if (stop := config.rollout.stop) else None,
     )
 
 

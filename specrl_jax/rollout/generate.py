@@ -221,7 +221,11 @@ class RolloutGenerator:
         # A further round goes on with what the last one began of later steps.
         earlier = self._lookahead.texts | asked.later.texts if self._lookahead and asked.later else {}
         how: Continuation[Weights] = Continuation(
-            asked.policy.version, earlier, asked.later, partial=self._partial.rollouts
+            asked.policy.version,
+            earlier,
+            asked.later,
+            partial=self._partial.rollouts,
+            versions=self._config.pipeline.schedule in ("inflight", "partial"),
         )
         if self._grpo.oversample:
             return self._oversampled(asked, how)

@@ -8,18 +8,17 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import RowSampling, SamplingMask, Verified, VerifyInputs, verify
+from kernels_pallas.verify.op import Verified, VerifyInputs, verify
 from specrl_jax.core import Params, compiler_options, stand_in
 from specrl_jax.data.tokenizers import Ends, Tokenizer
 from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
+from specrl_jax.decoding.features.router_records import RouterRecords
+from specrl_jax.decoding.features.stop_texts import StopTexts, make_stop_texts
 from specrl_jax.decoding.functions import EngineFunctions
-from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.pages import PagePool, PageTable
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
-from specrl_jax.decoding.stop_texts import StopTexts, make_stop_texts
+from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
@@ -48,7 +47,6 @@ class InferenceConfig:
     cache_dtype: jnp.dtype
     compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
     quantize: str = "none"  # or a key of models.quantized.FORMATS: the policy's matrices
-    stops: StopTexts | None = None  # texts that end a response
 
 
 # By platform, tokens of a forward below which its products get slower. XLA multiplies a single vector on a GPU by other
@@ -176,8 +174,6 @@ def make_rollout_engine(
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         least_tokens=LEAST_TOKENS.get(partition.platform, 1),
-        stops=config.stops,
-        recorded=(lambda cache: cache.experts) if limits.records else None,
         token_read=token_bytes(model, None, str(config.cache_dtype))
         / weight_bytes(model, str(config.dtype), config.quantize),
     )
@@ -217,10 +213,15 @@ class Target:
     config: InferenceConfig
     partition: Partitioner
 
+    @property
+    def records(self) -> bool:
+        """Return whether the experts of each token are recorded."""
+        return self.config.limits.feature(RouterRecords) is not None
+
     def init_cache(self, pages: int, tokens: int) -> Cache:
         m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, platform=self.partition.platform)
         target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape=shape)
-        experts = init_record(m, shape) if self.config.limits.records else None
+        experts = init_record(m, shape) if self.records else None
         if self.draft is None and experts is None:
             return target
         return Caches(target, self.draft and self.draft.init_cache(shape), experts)
@@ -236,7 +237,7 @@ class Target:
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
             return_logits=return_logits,
-            return_experts=self.config.limits.records,
+            return_experts=self.records,
         )
         own = cache.target if isinstance(cache, Caches) else cache
         inputs = decoder.ModelInputs(tokens, paging.positions)
@@ -258,40 +259,17 @@ class Target:
         """Return shardings of the engine's state. Raise InputError where num_slots does not divide over the mesh."""
         B = self.config.limits.num_slots
         row = stand_in(self.partition.sharding(("batch",), (B,)))
-        table = stand_in(self.partition.sharding(("batch", None), (B, 1)))
-        return Slots(
-            tokens=table,
-            logprobs=table,
-            draft_positions=table,
-            prompt_length=row,
-            length=row,
-            limit=row,
-            done=row,
-            rollout_id=row,
-            verifications=row,
-            drafted=table,
-            accepted=table,
-            group=row,
-            sequence=row,
-            lookup_cache=cast(LookupCache, self.partition.replicated),
-            cache=self._cache_shardings(),
-            pool=PagePool(table, table, row),
-            held=PageTable(table, row, row),
-            mask=cast(MaskBuffer, row),
-            earlier=cast(Earlier, row),
-            sampling=RowSampling(row, row, row),
-            last_pages=table,
-            turn_start=row,
-        )
+        by_row: dict[str, Any] = {field.name: row for field in dataclasses.fields(Slots)}
+        return Slots(**by_row | {"lookup_cache": self.partition.replicated, "cache": self._cache_shardings()})
 
     def prompt_shardings(self) -> Prompts:
         """Return shardings of the prompt that each shard carries over."""
-        table, row = (stand_in(self.partition.sharding(axes)) for axes in (("batch", None), ("batch",)))
-        return Prompts(table, row, PageTable(table, row, row))
+        row: Any = self.partition.sharding(("batch",))
+        return Prompts(row, row, row)
 
     def _cache_shardings(self) -> Cache:
         axes = (stand_in(kv.PAGE_AXES),) * self.model.layers
-        experts = stand_in(kv.TOKEN_AXES) if self.config.limits.records else None
+        experts = stand_in(kv.TOKEN_AXES) if self.records else None
         cache: Cache = axes
         if self.draft or experts:
             cache = Caches(axes, self.draft and self.draft.cache_axes(), experts)
@@ -308,13 +286,4 @@ def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampl
     target_logits = partition.constrain(inputs.target_logits, rows, None, None)
     inputs = dataclasses.replace(inputs, target_logits=target_logits)
     verified = verify(inputs, sampling, mesh=partition.mesh, rows=partition.spec((rows,))[0])
-    return Verified(
-        tokens=partition.constrain(verified.tokens, "batch", None),
-        num_accepted=partition.constrain(verified.num_accepted, "batch"),
-        logprobs=partition.constrain(verified.logprobs, "batch", None),
-        mask=verified.mask
-        and SamplingMask(
-            partition.constrain(verified.mask.ids, "batch", None, None),
-            partition.constrain(verified.mask.count, "batch", None),
-        ),
-    )
+    return jax.tree.map(lambda x: partition.constrain(x, "batch", *[None] * (x.ndim - 1)), verified)

@@ -38,8 +38,8 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     row |= reward_metrics(scores, float(1 - varies.mean())) | environment_metrics(rollouts, scores)
     row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": len(result.produced.rounds)}
     row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
-    if rollouts.token_version.size:
-        drawn = rollouts.token_version[rollouts.in_response()]
+    if versions := rollouts.features.get("token_version"):
+        drawn = versions.values[rollouts.in_response()]
         row |= {"rollout/token_lag": float((result.step - 1 - drawn).mean())}
     if learner.plan.config.grpo.oversample:
         # All processes of a group have what their copy has left.
@@ -47,7 +47,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
         row |= {"rollout/carried": sum(one.carried for one in left)}
         row |= {"rollout/dropped_tokens": sum(one.dropped for one in left)}
     if learner.plan.config.pipeline.schedule == "exact":
-        row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
+        row |= {"rollout/reverified": float(rollouts.total("reverified") / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, total=result.total)
     row["perf/weights_gb"] = result.weights_bytes / 1e9
     row |= policy_metrics(updates.policy) | draft_metrics(updates, result.replayed) | result.coverage
@@ -85,7 +85,7 @@ def environment_metrics(rollouts: Rollouts, scores: Scores, prefix: str = "envir
     if not scores.environment:
         return {}
     row = {f"{prefix}{name}": float(values.mean()) for name, values in scores.environment.items()}
-    computed = rollouts.prefilled.sum() + rollouts.policy_tokens.sum()
+    computed = rollouts.total("prefilled") + rollouts.policy_tokens.sum()
     row[f"{prefix}computed_share"] = float(computed / rollouts.length.sum())
     calls, drafts = (float(scores.environment[name].sum()) for name in ("call_tokens", "call_drafts"))
     accepted, outside = float((rollouts.draft_positions != 0).sum()), float(rollouts.policy_tokens.sum()) - calls
@@ -113,9 +113,10 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
     """
     drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
     verifications = int(rollouts.verifications.sum())
+    # What earlier weights drew was verified apart.
+    committed = int(rollouts.policy_tokens.sum()) - rollouts.total("reverified")
     row = {
-        # What earlier weights drew was verified apart.
-        "spec/acceptance_length": int((rollouts.policy_tokens - rollouts.reverified).sum()) / max(verifications, 1),
+        "spec/acceptance_length": committed / max(verifications, 1),
         "spec/acceptance_rate": float(accepted.sum() / max(drafted.sum(), 1)),
         "spec/drafted": int(drafted.sum()),
         "spec/accepted": int(accepted.sum()),

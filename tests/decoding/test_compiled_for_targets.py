@@ -12,6 +12,7 @@ from experiments.hlo.count import parse
 from experiments.hlo.iteration import iteration_bytes
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.features.reverify import Reverification
 from specrl_jax.decoding.programs import PREEMPTION, Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -43,7 +44,7 @@ TOKEN = 2 * 2 * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in o
 
 
 @functools.cache
-def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier=""):
+def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, features=()):
     """Return (engine, weights) of copies of the policy, whose pools have the live pages and those that they must have.
 
     Each has B rows.
@@ -56,7 +57,7 @@ def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier="")
     limits = EngineConfig(
         B * copies, 2048, LIMIT - 2048, chunk=64, sizes=(8 * copies,), prefill_rows=8, page_tokens=PAGE
     )
-    limits = dataclasses.replace(limits, prefill_tokens=512, budget=budget, earlier=earlier)
+    limits = dataclasses.replace(limits, prefill_tokens=512, budget=budget, features=features)
     limits = dataclasses.replace(limits, pages=B * LIVE // PAGE + limits.fewest_pages)
     config = InferenceConfig(Sampling(), limits, 0, dtype=BF16, cache_dtype=BF16, compute_dtype=BF16)
     draft = DRAFTS[kind] if k else None
@@ -67,7 +68,9 @@ def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier="")
 
 @functools.cache
 def compiled(platform, kind, k=0, tensor=1, copies=1, draft="eagle3", budget=0):
-    made, weights = engine(platform, k, tensor, copies, draft, budget, earlier="verify" if kind == "reverify" else "")
+    made, weights = engine(
+        platform, k, tensor, copies, draft, budget, (Reverification(),) if kind == "reverify" else ()
+    )
     return made.compiled.lower(Program(kind, copies * (B if kind != "compact" else 8), k), weights).compile()
 
 

@@ -12,13 +12,16 @@ import pytest
 
 from specrl_jax.decoding import continuation
 from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.features.reverify import Reverification
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from tests.decoding.test_reverify import FEWEST, LONGEST, NEW, PROMPTS, SAMPLES, SEED, assert_same, engine_of, old
 from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
-RECORDED = {"earlier": "keep", "versions": True, "most_kept": 4, "num_slots": 6}
+KEEPS = Reverification(keeps=True)
+RECORDED = {"features": (KEEPS, SamplingMasks(4)), "num_slots": 6}
 VERSIONS = [WeightsVersion(version, version, 0) for version in range(3)]
 
 
@@ -31,14 +34,21 @@ def stopped_and_continued(engine, tables, counts):
     """Draw on under one table after the other, each up to so many finished rollouts; the last to the end."""
     begun, calls = None, []
     for table, count, version in itertools.zip_longest(tables, counts, VERSIONS[: len(tables)], fillvalue=10**6):
-        how = Continuation(version, partial=begun, enough=until(count))
+        how = Continuation(version, partial=begun, enough=until(count), versions=True)
         begun = engine.generate(table, PROMPTS, SAMPLES, seed=SEED, options=CallOptions(continuation=how))
         calls.append(begun)
     return calls
 
 
+def assert_same_masks(found, expected):
+    for name in ("mask_count", "mask_ids"):
+        one, two = found.features[name], expected.features[name]
+        np.testing.assert_array_equal(one.values, two.values)
+        assert name == "mask_count" or one.lengths.tolist() == two.lengths.tolist()
+
+
 def plain(engine, table, continuation=None):
-    options = CallOptions(continuation=continuation) if continuation else None
+    options = CallOptions(continuation=continuation or Continuation(versions=True))
     return engine.generate(table, PROMPTS, SAMPLES, seed=SEED, options=options)
 
 
@@ -59,13 +69,11 @@ def test_under_the_same_weights_they_are_those_of_one_call(drafter, limits):
     assert parked or limits != "few pages" or drafter == "none"
     assert_same(found, expected)
     np.testing.assert_array_equal(found.logprobs, expected.logprobs)
-    np.testing.assert_array_equal(found.mask_count, expected.mask_count)
-    for row, (one, two) in enumerate(zip(found.masks(), expected.masks(), strict=True)):
-        np.testing.assert_array_equal(one, two, err_msg=str(row))
+    assert_same_masks(found, expected)
     # Tokens that were kept count neither as verifications nor as drafts, those of earlier calls once.
     if drafter == "none":
         np.testing.assert_array_equal(found.verifications, found.response_length)
-    assert (found.verifications <= found.response_length).all() and not found.reverified.any()
+    assert (found.verifications <= found.response_length).all() and not found.total("reverified")
 
 
 @pytest.mark.slow
@@ -80,10 +88,10 @@ def test_a_call_that_ends_before_it_comes_to_a_rollout_loses_nothing_of_it(again
     np.testing.assert_array_equal(second.tokens[in_first], first.tokens[in_first])
     assert (second.length >= first.length).all()
     for rollouts in (second, found):
-        assert len(rollouts.mask_ids) == rollouts.mask_count.sum()
+        count = rollouts.features["mask_count"].values
+        np.testing.assert_array_equal(rollouts.features["mask_ids"].lengths, count.sum(axis=1))
     assert_same(found, expected)
-    for one, two in zip(found.masks(), expected.masks(), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_same_masks(found, expected)
 
 
 @pytest.mark.slow
@@ -92,16 +100,17 @@ def test_a_call_that_ends_before_it_begins_a_rollout_leaves_all_to_the_next():
         engine = engine_of("table", **RECORDED)
         first, found = stopped_and_continued(engine, [NEW] * 2, [0])
         expected = plain(engine, NEW)
-    assert not first.response_length.any() and not first.take(np.arange(0)).masks()
+    assert not first.response_length.any() and not first.take(np.arange(0)).features["mask_ids"].by_rollout()
     assert_same(found, expected)
 
 
 def test_each_field_of_a_rollout_is_joined():
     """A new field needs a decision: whether it is of the call, or of what a rollout had before."""
-    of_the_call = {"rollout_id", "prompt_index", "prompt_length", "environment", "prefilled"}
-    together = {"mask_ids", "experts", "chunks"}
+    of_the_call = {"rollout_id", "prompt_index", "prompt_length", "environment"}
+    together = {"features", "chunks"}
     groups = [getattr(continuation, f"_{name}") for name in ("COUNTS", "BY_TOKEN", "OF_THE_START", "OF_THE_LONGER")]
-    found = [name for group in (*groups, of_the_call, together) for name in group]
+    found = {name for group in (*groups, of_the_call, together) for name in group}
+    found -= {"token_version", "mask_count", "reverified"}  # features with a value of each rollout
     assert sorted(found) == sorted(field.name for field in dataclasses.fields(Rollouts))
 
 
@@ -115,7 +124,7 @@ def test_on_two_devices():
 @pytest.mark.slow
 def test_greedy_rollouts_too():
     with jax.enable_x64(True):
-        engine = engine_of("table", 0.0, **RECORDED | {"most_kept": 0})
+        engine = engine_of("table", 0.0, **RECORDED | {"features": (KEEPS,)})
         assert_same(stopped_and_continued(engine, [NEW] * 3, [5, 40])[-1], plain(engine, NEW))
 
 
@@ -123,13 +132,14 @@ def assert_pieces(found, tables):
     """Each token is what its version's weights draw after those before it: found by a call with these as prompt."""
     with jax.enable_x64(True):
         engine = engine_of(max_prompt_tokens=3 + LONGEST)
+        token_version = found.features["token_version"].values
         for version, table in enumerate(tables):
-            begins = [(found.token_version[row, part] < version).sum() for row, part in parts(found)]
+            begins = [(token_version[row, part] < version).sum() for row, part in parts(found)]
             ends = [part.start + n for (_, part), n in zip(parts(found), begins, strict=True)]
             prompts = [found.tokens[row, :end].tolist() for row, end in enumerate(ends)]
             drawn = engine.generate(table, prompts, 1, seed=SEED)
             for (row, part), n, prompt in zip(parts(found), begins, prompts, strict=True):
-                own = part.start + n + (found.token_version[row, part] == version).sum() - len(prompt)
+                own = part.start + n + (token_version[row, part] == version).sum() - len(prompt)
                 np.testing.assert_array_equal(
                     drawn.tokens[row, len(prompt) :][:own], found.tokens[row, len(prompt) :][:own]
                 )
@@ -152,9 +162,10 @@ def test_under_other_weights_each_token_is_of_those_that_drew_it(drafter):
         np.testing.assert_array_equal(later.tokens[earlier.in_response()], earlier.tokens[earlier.in_response()])
         had_begun = earlier.response_length > 0
         np.testing.assert_array_equal(later.weights_version[had_begun], earlier.weights_version[had_begun])
-    versions = [set(found.token_version[row, part].tolist()) for row, part in parts(found)]
+    token_version = found.features["token_version"].values
+    versions = [set(token_version[row, part].tolist()) for row, part in parts(found)]
     assert {0, 1, 2} in versions or {0, 1} in versions
-    assert {0} in versions and {2} in versions and not found.token_version[~found.in_response()].any()
+    assert {0} in versions and {2} in versions and not token_version[~found.in_response()].any()
     assert_pieces(found, tables)
 
 
@@ -170,8 +181,9 @@ def test_weights_that_arrive_within_a_call_draw_what_follows(limits):
 
     with jax.enable_x64(True):
         engine = engine_of("table", **RECORDED | LIMITS[limits])
-        found = plain(engine, tables[0], continuation=Continuation(VERSIONS[0], newest=newest))
-    assert found.finished.all() and set(found.token_version[found.in_response()].tolist()) == {0, 1, 2}
+        found = plain(engine, tables[0], continuation=Continuation(VERSIONS[0], newest=newest, versions=True))
+    drawn = found.features["token_version"].values[found.in_response()]
+    assert found.finished.all() and set(drawn.tolist()) == {0, 1, 2}
     assert_pieces(dataclasses.replace(found), tables)
 
 
@@ -180,6 +192,6 @@ def test_a_call_of_finished_rollouts_draws_nothing():
     with jax.enable_x64(True):
         engine = engine_of(**RECORDED)
         expected = plain(engine, NEW)
-        found = plain(engine, old(1.0), continuation=Continuation(VERSIONS[1], partial=expected))
+        found = plain(engine, old(1.0), continuation=Continuation(VERSIONS[1], partial=expected, versions=True))
     assert_same(found, expected)
     assert found.chunks == expected.chunks and not found.weights_version.any()

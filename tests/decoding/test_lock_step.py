@@ -8,6 +8,7 @@ import pytest
 
 from specrl_jax.coordinator import _CODES
 from specrl_jax.decoding.draft_lengths import Choice
+from specrl_jax.decoding.features.reverify import Reverification
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -64,7 +65,7 @@ class Erratic:
 
 @pytest.fixture(scope="module")
 def run():
-    limits = EngineConfig(4, 4, 8, chunk=3, sizes=(2,), page_tokens=2, pages=16, earlier="verify")
+    limits = EngineConfig(4, 4, 8, chunk=3, sizes=(2,), page_tokens=2, pages=16, features=(Reverification(),))
     drafter = toys.toy_drafter(DRAFTS, 2, 1.0)
     return toys.toy_engine(limits, Sampling(rule="coupled"), (3,), 0, drafter, lengths=(0, 1, 2))
 

@@ -12,15 +12,17 @@ import pytest
 
 from lossless_certify.distributions import sequences
 from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.features.reverify import AT_ONCE, Reverification
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.requests import CallOptions
-from specrl_jax.decoding.reverify import AT_ONCE
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, make_engine
 from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
-MASKS = {"most_kept": 4, "chunk": 1}  # fewer than those of the tokens verified at once
+VERIFIES = Reverification()
+MASKS = {"features": (VERIFIES, SamplingMasks(4)), "chunk": 1}  # fewer than those of the tokens verified at once
 FEWEST = {"pages": 9, "page_tokens": 4}
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)]
 SAMPLES, LONGEST, SEED = 2, 24, 5
@@ -46,7 +48,7 @@ def engine_of(drafter="none", temperature=1.0, devices=1, **limits):
 
 def run(table, drafter="none", temperature=1.0, devices=1, limits=(), prompts=PROMPTS, first_id=0, **more):
     with jax.enable_x64(True):
-        engine = engine_of(drafter, temperature, devices, **dict(limits) | ({"earlier": "verify"} if more else {}))
+        engine = engine_of(drafter, temperature, devices, **({"features": (VERIFIES,)} if more else {}) | dict(limits))
         return engine.generate(
             table,
             prompts,
@@ -88,12 +90,12 @@ def test_rollouts_are_those_of_the_present_weights(drafter, scale):
     found = run(NEW, drafter, earlier=earlier)
     assert_same(found, plain())
     kept = [same_beginning(earlier[i], found.tokens[i, found.response_part(i)]) for i in range(len(found.length))]
-    np.testing.assert_array_equal(found.reverified, kept)
+    np.testing.assert_array_equal(found.features["reverified"].values, kept)
     share = sum(kept) / sum(map(len, earlier.values()))
     assert share == 1 if not scale else 0.02 < share < (0.99 if scale == 0.1 else 0.6)
     assert max(kept) > AT_ONCE or scale == 1, "more than one call verifies at once"
     # What was kept counts neither as verifications nor as drafts.
-    assert (found.verifications <= found.response_length - found.reverified).all()
+    assert (found.verifications <= found.response_length - found.features["reverified"].values).all()
 
 
 @pytest.mark.slow
@@ -158,7 +160,7 @@ LATER_IDS = 100 + np.arange(len(LATER) * SAMPLES)
 def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
     lookahead = Lookahead(LATER, LATER_IDS)
     with jax.enable_x64(True):
-        engine = engine_of(drafter, earlier="verify", **limits)
+        engine = engine_of(drafter, features=(VERIFIES,), **limits)
         parked = watched(engine)
         first = engine.generate(
             old(0.1), FIRST, SAMPLES, seed=SEED, options=CallOptions(continuation=Continuation(lookahead=lookahead))
@@ -172,7 +174,7 @@ def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
         )
     assert_same(first, run(old(0.1), prompts=FIRST))
     assert_same(second, run(NEW, prompts=LATER, first_id=100))
-    assert set(lookahead.texts) <= set(LATER_IDS.tolist()) and lookahead.texts and second.reverified.sum() > 0
+    assert set(lookahead.texts) <= set(LATER_IDS.tolist()) and lookahead.texts and second.total("reverified") > 0
     # What was begun is what those weights draw of these ids.
     whole = run(old(0.1), prompts=LATER, first_id=100)
     for number, text in lookahead.texts.items():
@@ -186,7 +188,7 @@ def test_rollouts_that_begin_alone_go_on_from_call_to_call():
     """Under three weights, each stopped after some chunks; then under the last, to the end."""
     lookahead, drawn = Lookahead(PROMPTS, np.arange(len(PROMPTS) * SAMPLES)), []
     with jax.enable_x64(True):
-        engine = engine_of("table", earlier="verify")
+        engine = engine_of("table", features=(VERIFIES,))
         for scale, chunks in ((1.0, 3), (0.1, 6), (0.05, 2)):
             looks = iter([False] * chunks + [True])
             assert not engine.begin(old(scale), lookahead, SAMPLES, seed=SEED, until=looks.__next__)

@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.verify.op import SamplingMask
-from specrl_jax.decoding import refill
+from kernels_pallas.verify.op import SamplingMask, Verified
+from specrl_jax.decoding.features import sampling_mask
+from specrl_jax.decoding.features.base import Committed
+from specrl_jax.decoding.features.sampling_mask import MaskBuffer, SamplingMasks
 from specrl_jax.decoding.rollouts import concatenate
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.state import EngineConfig, MaskBuffer
-from specrl_jax.decoding.step import record_mask
+from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, kept
 from tests.helpers.long import long_but
@@ -23,8 +24,14 @@ CUTS = {"top_k": (3, 1.0), "top_p": (0, 0.8), "both": (5, 0.7), "one": (1, 1.0)}
 RULES = ("rejection", "block", "coupled")
 
 
-def generate(sampling, k=0, **sizes):
-    config = {"num_slots": 4, "max_prompt_tokens": 4, "max_response_tokens": 7, "chunk": 5, "most_kept": 512} | sizes
+def generate(sampling, k=0, most_kept=512, **sizes):
+    config = {
+        "features": (SamplingMasks(most_kept),) if most_kept else (),
+        "num_slots": 4,
+        "max_prompt_tokens": 4,
+        "max_response_tokens": 7,
+        "chunk": 5,
+    } | sizes
     drafter = toys.toy_drafter(DRAFT_TABLE, k, sampling.temperature, sampling.rule) if k else toys.NO_DRAFTER
     engine = toys.toy_engine(EngineConfig(**config), sampling, (EOS,), PAD, drafter, lengths=(k,))
     return engine.generate(TABLE, PROMPTS, samples=3, seed=1)
@@ -32,10 +39,11 @@ def generate(sampling, k=0, **sizes):
 
 def masks(rollouts):
     """Return the ids of each response token: {(rollout, position): ids}."""
-    rows, positions = np.nonzero(rollouts.mask_count)
-    ends = np.cumsum(rollouts.mask_count[rows, positions])
-    assert len(rollouts.mask_ids) == rollouts.mask_count.sum()
-    return dict(zip(zip(rows.tolist(), positions.tolist()), np.split(rollouts.mask_ids, ends[:-1])))
+    count, ids = rollouts.features["mask_count"].values, rollouts.features["mask_ids"]
+    rows, positions = np.nonzero(count)
+    ends = np.cumsum(count[rows, positions])
+    np.testing.assert_array_equal(ids.lengths, count.sum(axis=1))
+    return dict(zip(zip(rows.tolist(), positions.tolist()), np.split(ids.values, ends[:-1])))
 
 
 def assert_honest(rollouts, sampling):
@@ -69,7 +77,7 @@ def test_a_chunk_ends_before_a_row_has_no_room_for_its_ids(monkeypatch):
     """Three tokens of 13 ids fit at once: chunks end early, nothing is lost, and the tokens are the same."""
     sampling = Sampling(0.7, 13, 1.0)
     roomy = generate(sampling, chunk=7, most_kept=13)
-    monkeypatch.setattr(refill, "LARGEST_MASK", 39)
+    monkeypatch.setattr(sampling_mask, "LARGEST", 39)
     tight = generate(sampling, chunk=7, most_kept=13)
     assert_honest(tight, sampling)
     assert len(tight.chunks) > len(roomy.chunks) and max(chunk.iterations for chunk in tight.chunks) == 3
@@ -81,14 +89,15 @@ def test_coupled_masks_do_not_depend_on_speculation():
     sampling = Sampling(0.7, 5, 0.9, rule="coupled")
     plain, speculative = generate(sampling), generate(sampling, 2)
     assert speculative.verifications.sum() < plain.verifications.sum()
-    for name in ("tokens", "mask_ids", "mask_count"):
-        np.testing.assert_array_equal(getattr(plain, name), getattr(speculative, name))
+    np.testing.assert_array_equal(plain.tokens, speculative.tokens)
+    for name in ("mask_ids", "mask_count"):
+        np.testing.assert_array_equal(plain.features[name].values, speculative.features[name].values)
 
 
 @pytest.mark.slow
 def test_nothing_is_recorded_unless_asked_for():
     rollouts = generate(Sampling(0.7, 5, 0.9), most_kept=0)
-    assert rollouts.mask_ids.shape == (0,) and rollouts.mask_count.shape == (15, 0)
+    assert not rollouts.features
 
 
 def test_rows_taken_and_joined_keep_their_masks():
@@ -108,7 +117,8 @@ def test_ids_of_tokens_that_are_not_committed_are_not_recorded():
     buffer = MaskBuffer(jnp.zeros((3, 6), jnp.int32), jnp.full((3, 20), -1), jnp.array([0, 8, 1]))
     committed = jnp.array([[True, True, False], [False] * 3, [True, False, False]])
     where = jnp.where(committed, jnp.array([[1, 2, 3], [2, 3, 4], [3, 4, 5]]), 6)
-    out = record_mask(buffer, SamplingMask(ids, count), where, committed=committed)
+    verified = Verified(ids[..., 0], committed.sum(axis=1) - 1, jnp.zeros((3, 3)), mask=SamplingMask(ids, count))
+    out = SamplingMasks(4).commit(buffer, Committed(verified, committed, committed.sum(axis=1), where))
     assert out.used.tolist() == [3, 8, 4]
     assert out.ids[0, :3].tolist() == [0, 1, 4] and out.ids[1, :8].tolist() == [-1] * 8
     assert out.ids[2, :4].tolist() == [-1, 24, 25, 26]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lossless_certify.distributions import sequences
+from specrl_jax.decoding.features.stop_texts import make_stop_texts
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.long import long_but
 
@@ -42,7 +42,7 @@ def test_a_text_is_found_however_tokens_spell_it(texts):
     np.testing.assert_array_equal(again, found[:, 5:])
     np.testing.assert_array_equal(rest, state[:, 5:])
     for length in (1, 4, 12):
-        end = stops.end(ids, np.zeros(200, int), np.full(200, length))
+        end = stops.ended(ids, np.zeros(200, int), np.full(200, length))
         np.testing.assert_array_equal(end, np.asarray(found)[:, length - 1])
 
 
@@ -94,10 +94,9 @@ def run(stop=(), drafter="none", k=2, devices=1, **sizes):
     cell = Cell(drafter, "coupled", 1.0, 0, 1.0, "never ends", "inside")
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
     sizes = {"num_slots": 16, "sizes": (4,), "chunk": 3, "page_tokens": 4} | sizes
-    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=LONGEST, **lookup, **sizes)
+    features = (make_stop_texts(stop, SPELLED),) if stop else ()
+    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=LONGEST, features=features, **lookup, **sizes)
     more = {"devices": devices} if devices > 1 else {}
-    if stop:
-        more["stops"] = make_stop_texts(stop, SPELLED)
     with jax.enable_x64(True):
         engine = make_engine(cell, limits, k, dtype=np.float64, **more)
         return engine.generate(

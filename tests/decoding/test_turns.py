@@ -14,11 +14,11 @@ import pytest
 
 from lossless_certify.distributions import sequences
 from specrl_jax.core import stand_in
-from specrl_jax.decoding import multi_turn
-from specrl_jax.decoding.extend import Extension
+from specrl_jax.decoding.features import ended_turns
+from specrl_jax.decoding.features.stop_texts import make_stop_texts
+from specrl_jax.decoding.features.turns import Extension, SeveralTurns
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.conversations import MOST_TURNS, Talk, said
 from tests.helpers.toys import logits_after, watched
@@ -26,6 +26,7 @@ from tests.helpers.toys import logits_after, watched
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)][:20]
 SAMPLES, LONGEST, EOS = 2, 26, V - 1
 SPELLED = [b"x", b"yx", b""]
+TURNS = SeveralTurns()
 TABLE = TARGET.astype(np.float64)
 
 
@@ -33,10 +34,9 @@ def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, sto
     cell = Cell(drafter, "coupled", temperature, 0, 0.9 if temperature else 1.0, "may end", "inside")
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
     sizes = {"num_slots": 40, "chunk": 5, "page_tokens": 4, "prefill_tokens": 3} | sizes
-    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=longest, turns=True, **lookup, **sizes)
+    features = (TURNS, make_stop_texts(stop, SPELLED)) if stop else (TURNS,)
+    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=longest, features=features, **lookup, **sizes)
     more = {"devices": devices} if devices > 1 else {}
-    if stop:
-        more["stops"] = make_stop_texts(stop, SPELLED)
     talk = Talk(V, **dict(talk))
     with jax.enable_x64(True):
         engine = make_engine(cell, limits, k, dtype=np.float64, **more)
@@ -121,14 +121,13 @@ def test_tokens_do_not_depend_on_the_drafter(drafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("talk", [{"order": "last", "looks": 1}, {"order": "random", "each": 1}, {"looks": 3}])
-@pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("drafter", ["none", "cascade"])
-def test_nor_on_the_order_of_answers_nor_on_what_becomes_of_pages(talk, copies, drafter, monkeypatch):
-    monkeypatch.setattr(multi_turn, "PATIENCE", 0.0)
-    found, _ = run(drafter, talk=talk, num_slots=8, copies_pages=copies, seen=(seen := []))
+def test_nor_on_the_order_of_answers_nor_on_rows_that_wait_on_the_host(talk, drafter, monkeypatch):
+    monkeypatch.setattr(ended_turns, "PATIENCE", 0.0)
+    found, _ = run(drafter, talk=talk, num_slots=8, seen=(seen := []))
     assert_same(found)
     assert found.parked.sum() > 20
-    assert ("read_pages" in seen) == copies
+    assert "read_pages" in seen
 
 
 @pytest.mark.slow
@@ -163,15 +162,8 @@ def test_nor_on_two_devices():
 def test_no_token_is_computed_twice():
     found, _ = run("suffix", num_slots=6, talk={"looks": 2})
     written = found.environment.sum(axis=1)
-    np.testing.assert_array_equal(found.prefilled, found.prompt_length + written)
-    np.testing.assert_array_equal(found.prefilled + found.policy_tokens, found.length)
-
-
-@pytest.mark.slow
-def test_prefilled_again_is_counted(monkeypatch):
-    monkeypatch.setattr(multi_turn, "PATIENCE", 0.0)
-    found, _ = run(num_slots=4, talk={"looks": 2}, copies_pages=False)
-    assert (found.prefilled + found.policy_tokens > found.length).any()
+    np.testing.assert_array_equal(found.features["prefilled"].values, found.prompt_length + written)
+    np.testing.assert_array_equal(found.features["prefilled"].values + found.policy_tokens, found.length)
 
 
 @pytest.mark.slow
@@ -184,7 +176,7 @@ def test_environment_tokens_have_no_logprob_and_are_no_drafts():
 @pytest.mark.slow
 def test_lookup_drafts_see_what_environments_wrote():
     cell = Cell("suffix", "coupled", 1.0, 0, 1.0, "may end", "inside")
-    limits = EngineConfig(4, 3, LONGEST, chunk=5, turns=True, groups=2, sequences=2, page_tokens=4)
+    limits = EngineConfig(4, 3, LONGEST, chunk=5, features=(TURNS,), groups=2, sequences=2, page_tokens=4)
     compiled = make_engine(cell, limits, 2).compiled
     slots, _ = compiled.empty(TARGET)
     rows = np.arange(4)
@@ -192,7 +184,7 @@ def test_lookup_drafts_see_what_environments_wrote():
     tokens, count = np.zeros((4, 3 + LONGEST), np.int32), np.array([2, 3, 0, 1], np.int32)
     tokens[:, 1:4] = 1 + rows[:, None]
     numbers = (stand_in(jnp.asarray(x)) for x in (tokens, count, np.zeros(4, np.int32), np.full(4, 9, np.int32)))
-    after = compiled.extend(TARGET, slots, Extension(*numbers))
+    after = compiled.run("extend", TARGET, 4, TARGET, slots, Extension(*numbers))
     cache = after.lookup_cache
     np.testing.assert_array_equal(cache.length, [[3, 0], [4, 0]])
     np.testing.assert_array_equal(cache.tokens[:, 0, 1:4], [[1, 1, 0], [2, 2, 2]])

@@ -19,6 +19,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.draft_lengths import Choice, FixedLength
 from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.requests import CallOptions, Requests
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -135,7 +136,8 @@ def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32, pages=0, bu
     """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
-    limits = dataclasses.replace(limits, most_kept=most_kept(sampling), pages=pages, budget=budget)
+    features = (SamplingMasks(kept),) if (kept := most_kept(sampling)) else ()
+    limits = dataclasses.replace(limits, features=features, pages=pages, budget=budget)
     drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition=partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
@@ -575,8 +577,10 @@ def test_with_few_pages_rollouts_are_those_with_room(kind):
     parked = watched(engine)
     out = engine.generate(weights_of(kind), PROMPTS, samples=2, seed=0)
     assert "restore_row" in parked
-    for name in ("tokens", "logprobs", "length", "accepted", "draft_positions", "mask_ids"):
+    for name in ("tokens", "logprobs", "length", "accepted", "draft_positions"):
         np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+    recorded = [one.features["mask_ids"].values for one in (out, expected)]
+    np.testing.assert_array_equal(*recorded)
     assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
 
 

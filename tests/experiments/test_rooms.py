@@ -16,7 +16,7 @@ from specrl_jax.decoding.rollouts import Rollouts
 def rollouts_of(drafted, accepted, lengths, verifications):
     values = {field.name: np.zeros(len(lengths), np.int32) for field in dataclasses.fields(Rollouts)}
     values |= {"drafted": np.array(drafted), "accepted": np.array(accepted), "length": np.array(lengths)}
-    return Rollouts(**values | {"verifications": np.array(verifications), "chunks": ()})
+    return Rollouts(**values | {"verifications": np.array(verifications), "chunks": (), "features": {}})
 
 
 def test_a_position_is_reached_where_the_one_before_was_accepted():

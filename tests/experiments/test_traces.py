@@ -33,7 +33,7 @@ def rollouts_with(positions, verifications):
     values = {field.name: np.zeros(R, np.int32) for field in dataclasses.fields(Rollouts)}
     values |= {"draft_positions": np.array(positions, np.int8), "prompt_length": np.ones(R, np.int32)}
     values |= {"length": np.full(R, S, np.int32), "verifications": np.array(verifications, np.int32)}
-    return Rollouts(**values | {"chunks": ()})
+    return Rollouts(**values | {"chunks": (), "features": {}})
 
 
 def test_a_trace_that_disagrees_with_the_engine_is_refused():

@@ -20,6 +20,7 @@ from specrl_jax.decoding.draft_lengths import Choice, FixedLength
 from specrl_jax.decoding.drafters import NO_DRAFTER, CommittedTokens, Drafter, sample_draft
 from specrl_jax.decoding.engine import make_engine
 from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.programs import PREEMPTION
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Slots
 
@@ -94,8 +95,13 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
 
 def watched(engine):
     """Return a list that gets the name of each program of preemption as it runs."""
-    names, inner = [], engine.compiled.preempt
-    engine.compiled.preempt = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
+    names, inner = [], engine.compiled.run
+
+    def run(kind, *rest):
+        names.extend({kind} & PREEMPTION.keys())
+        return inner(kind, *rest)
+
+    engine.compiled.run = run
     return names
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
-from specrl_jax.decoding.rollouts import NO_EXPERTS
+from specrl_jax.decoding.rollouts import Recorded
 from specrl_jax.learner.batch import (
     MICROBATCHES,
     TILE_BYTES,
@@ -137,9 +137,9 @@ def training_batch(seed=0, rollouts=8, masks=False):
         logprobs=logprobs,
         prompt_length=prompt,
         length=prompt + response,
-        mask_count=mask_count,
-        masks=lambda: ids,
-        experts=NO_EXPERTS,
+        features={"mask_count": Recorded(mask_count), "mask_ids": Recorded.of_parts([[one] for one in ids])}
+        if masks
+        else {},
         draft_positions=np.where(responses, rng.integers(-2, 3, (rollouts, T)), 0).astype(np.int8),
         environment=np.zeros((rollouts, T), bool),
     )
@@ -196,7 +196,9 @@ def test_every_target_has_the_ids_that_sampling_kept():
         return sorted((int(rows.targets[b, t]), int(rows.positions[b, t]), ids[b][t].tolist()) for b, t in targets)
 
     by_hand = []
-    for tokens, count, ids in zip(drawn.rollouts.tokens, drawn.rollouts.mask_count, drawn.rollouts.masks()):
+    recorded = drawn.rollouts.features
+    masks = recorded["mask_count"].values, recorded["mask_ids"].by_rollout()
+    for tokens, count, ids in zip(drawn.rollouts.tokens, *masks):
         parts = np.split(ids, np.cumsum(count)[:-1])
         by_hand += [(int(tokens[t]), int(t) - 1, parts[t].tolist()) for t in np.flatnonzero(count)]
     assert found(packed.rows) == found(padded.rows) == sorted(by_hand)

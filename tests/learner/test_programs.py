@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.decoding.rollouts import NO_EXPERTS
+from specrl_jax.decoding.rollouts import Recorded
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.beside import Beside
 from specrl_jax.training.initial import initial_state
@@ -64,9 +64,9 @@ def training_batch(config, longest, seed):
         logprobs=np.where(responses, -4.85, 0).astype(np.float32),
         prompt_length=prompt_length,
         length=length,
-        mask_count=mask_count,
-        masks=lambda: ids,
-        experts=NO_EXPERTS,
+        features={"mask_count": Recorded(mask_count), "mask_ids": Recorded.of_parts([[one] for one in ids])}
+        if mask_count.size
+        else {},
         environment=np.zeros((R, longest), bool),
         draft_positions=np.where(responses, rng.integers(-1, 2, (R, longest)), 0).astype(np.int8),
     )

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.rollouts import NO_EXPERTS, Rollouts, concatenate
+from specrl_jax.decoding.rollouts import Recorded, Rollouts, concatenate
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import overlong_penalty
 from specrl_jax.rollout.groups import (
@@ -52,17 +52,16 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         accepted=counters,
         parked=counters[:, 0],
         environment=np.zeros((rows, 12), bool),
-        prefilled=counters[:, 0],
-        reverified=counters[:, 0],
         weights_version=np.zeros(rows, np.int64),
         draft_version=np.zeros(rows, np.int64),
         checksum=np.zeros(rows, np.int64),
         finished=np.ones(rows, bool),
-        token_version=np.zeros((rows, 0), np.int32),
         chunks=(first_id,),
-        mask_ids=first_id * 1000 + np.arange(mask_count.sum(), dtype=np.int32),
-        mask_count=mask_count,
-        experts=NO_EXPERTS,
+        features={
+            "reverified": Recorded(counters[:, 0]),
+            "mask_ids": Recorded(first_id * 1000 + np.arange(mask_count.sum(), dtype=np.int32), mask_count.sum(axis=1)),
+            "mask_count": Recorded(mask_count),
+        },
     )
 
 

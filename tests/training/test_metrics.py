@@ -20,7 +20,7 @@ def test_acceptance_counts_what_was_committed():
         accepted=np.array([[3, 1, 1], [2, 0, 0]], np.int32),
         verifications=np.array([4, 3], np.int32),
         policy_tokens=np.array([10, 6], np.int32),
-        reverified=np.array([2, 1], np.int32),  # verified apart
+        total={"reverified": 3}.__getitem__,  # verified apart
         # Two programs of one length count together.
         chunks=[
             DecodeChunk(2, 3, 1.0, iterations=2, verifications=4, switch_seconds=0.0, live=5.0),

@@ -11,8 +11,10 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import PipelineConfig
-from specrl_jax.decoding import records
 from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.features import router_records
+from specrl_jax.decoding.features.reverify import Reverification
+from specrl_jax.decoding.features.router_records import RouterRecords
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.requests import CallOptions
 from specrl_jax.decoding.rollouts import concatenate
@@ -51,7 +53,7 @@ LIMITS = EngineConfig(
     prefill_tokens=4,
     new_prompts=2,
     page_tokens=4,
-    records=True,
+    features=(RouterRecords(),),
 )
 SAMPLING = Sampling(1.0, rule="coupled")
 MESH = {"data": 1, "fsdp": 1, "expert": 2, "tensor": 2}
@@ -86,8 +88,9 @@ def chosen_by_a_plain_forward(rollouts, preset="nano_moe"):
 
 
 def assert_honest(rollouts, preset="nano_moe"):
-    found = rollouts.experts_by_rollout()
-    assert len(found) == len(rollouts.length) and rollouts.experts.dtype == np.uint8
+    recorded = rollouts.features["experts"]
+    found = recorded.by_rollout()
+    assert len(found) == len(rollouts.length) and recorded.values.dtype == np.uint8
     for got, expected in zip(found, chosen_by_a_plain_forward(rollouts, preset), strict=True):
         np.testing.assert_array_equal(got, expected)
 
@@ -121,38 +124,38 @@ def test_the_record_is_what_a_plain_forward_over_the_text_chooses(case):
 
 @pytest.mark.slow
 def test_records_in_several_reads_and_of_rows_taken_and_joined(monkeypatch):
-    monkeypatch.setattr(records, "TOKENS", 8)
+    monkeypatch.setattr(router_records, "TOKENS", 8)
     engine_and_weights.cache_clear()
     rollouts = generate()
     engine_and_weights.cache_clear()
     assert_honest(rollouts)
     order = np.array([4, 0, 17, 7])
     none = rollouts.take(np.zeros(18, bool))
-    assert none.experts.size == 0
+    assert none.features["experts"].values.size == 0
     assert_honest(concatenate([rollouts.take(order), rollouts.take(np.arange(18) % 5 == 0), none]))
 
 
 @pytest.mark.slow
 def test_nothing_is_recorded_unless_asked_for():
-    rollouts = generate(limits=(("records", False),))
-    assert not rollouts.experts.size and not rollouts.take(np.array([1, 2])).experts.size
+    rollouts = generate(limits=(("features", ()),))
+    assert not rollouts.features and not rollouts.take(np.array([1, 2])).features
 
 
 @pytest.mark.slow
 def test_what_earlier_weights_drew_is_recorded_anew_when_it_is_verified():
     """And rollouts that begin early do not leave their record to the weights that go on with them."""
-    engine, weights = engine_and_weights("self", limits=(("earlier", "verify"),))
+    engine, weights = engine_and_weights("self", limits=(("features", (Reverification(), RouterRecords())),))
     other, old = engine_and_weights()[0], earlier_weights(weights)
     lookahead = Lookahead(real.prompts(6), 100 + np.arange(18))
     first = engine.generate(
         old, real.prompts(2), 3, seed=3, options=CallOptions(continuation=Continuation(lookahead=lookahead))
     )
-    assert len(first.experts) == (first.length - 1).sum() and lookahead.texts
+    assert len(first.features["experts"].values) == (first.length - 1).sum() and lookahead.texts
     drawn = other.generate(old, real.prompts(6), 3, seed=3, options=CallOptions(first_id=100))
     texts = {100 + i: drawn.tokens[i, drawn.response_part(i)] for i in range(18)}
     how = Continuation(earlier=texts)
     found = engine.generate(weights, real.prompts(6), 3, seed=3, options=CallOptions(first_id=100, continuation=how))
-    assert 0 < found.reverified.sum() < found.response_length.sum()
+    assert 0 < found.total("reverified") < found.response_length.sum()
     assert_honest(found)
 
 
@@ -168,15 +171,20 @@ def earlier_weights(weights):
 @pytest.mark.slow
 def test_a_rollout_that_goes_on_in_a_later_call_has_the_record_of_that_call():
     """Its keys and values are computed anew there, and with them its experts; a finished one keeps its own."""
-    engine, weights = engine_and_weights("self", limits=(("earlier", "keep"), ("versions", True)))
+    engine, weights = engine_and_weights("self", limits=(("features", (Reverification(keeps=True), RouterRecords())),))
     old, prompts = earlier_weights(weights), real.prompts(6)
     stops = Continuation(enough=lambda finished: finished.sum() >= 4)
     first = engine.generate(old, prompts, 3, seed=3, options=CallOptions(continuation=stops))
-    assert len(first.experts) == (first.length - 1)[first.finished].sum() and 4 <= first.finished.sum() < 18
+    assert (
+        len(first.features["experts"].values) == (first.length - 1)[first.finished].sum()
+        and 4 <= first.finished.sum() < 18
+    )
     found = engine.generate(weights, prompts, 3, seed=3, options=CallOptions(continuation=Continuation(partial=first)))
     assert found.finished.all()
     assert_honest(found.take(~first.finished))
-    np.testing.assert_array_equal(found.take(first.finished).experts, first.experts)
+    np.testing.assert_array_equal(
+        found.take(first.finished).features["experts"].values, first.features["experts"].values
+    )
 
 
 # ---- the learner
@@ -198,7 +206,7 @@ def test_every_token_has_its_experts_wherever_it_is_packed():
     def found(rows):
         at = rows.experts.any(axis=-1)
         # Of all tokens but each rollout's last.
-        assert at.sum() == len(rollouts.experts)
+        assert at.sum() == len(rollouts.features["experts"].values)
         return sorted(zip(rows.positions[at].tolist(), rows.tokens[at].tolist(), rows.experts[at].tolist()))
 
     expected = [
@@ -384,7 +392,10 @@ def test_the_reference_chooses_its_own_experts(run):
 
 @pytest.mark.slow
 def test_one_engine_records_and_a_dry_run_counts_it(run):
-    assert run.rollout.engine.config.records and run.rollout.greedy_engine.compiled is run.rollout.engine.compiled
+    assert (
+        run.rollout.engine.config.feature(RouterRecords)
+        and run.rollout.greedy_engine.compiled is run.rollout.engine.compiled
+    )
     config = dataclasses.replace(run.config, task="dry_run", pipeline=PipelineConfig())
     plan = make_plan(config, make_mesh({}, jax.devices()[:1]))
     phases = {phase.name: phase for phase in find_phases(plan)}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.data.rows import KeptTokens
+from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.learner.batch import Packing, TrainingBatch, learner_batch
@@ -34,7 +35,7 @@ def learner_partition():
 @pytest.mark.parametrize("rule, cut, packed", long_but([("rejection", "both", True)], RULES, CUTS, (True, False)))
 def test_learner_and_rollouts_agree_on_the_log_probs(rule, cut, packed):
     """To float32's rounding, while those over the whole vocabulary are far off."""
-    limits = EngineConfig(6, max_prompt_tokens=8, max_response_tokens=12, chunk=4, most_kept=512)
+    limits = EngineConfig(6, max_prompt_tokens=8, max_response_tokens=12, chunk=4, features=(SamplingMasks(512),))
     engine, weights = real.engine_and_weights("eagle3", 2, limits, Sampling(0.7, *CUTS[cut], rule))
     rollouts = engine.generate(weights, real.prompts(4), 3, seed=0)
     drawn = TrainingBatch(rollouts, np.zeros(12, np.float32), np.ones(12, bool))

@@ -2,7 +2,7 @@
 
 Under `pipeline.schedule=exact` rollouts of the next `pipeline.lag` steps begin under the weights at hand: in slots
 that stand free at the end of a step, and, asynchronously, while the learner makes the next weights. Every step verifies
-its texts under its own weights before it goes on (decoding/reverify.py). Noise is keyed by rollout and position, so a
+its texts under its own weights before it goes on (features/reverify.py). Noise is keyed by rollout and position, so a
 step has the rollouts that it would have without them. Nothing of it is saved: a resumed run draws them again.
 
 Which rollouts a step has is fixed before any is drawn: by (step, prompt, sample), whatever was drawn early.

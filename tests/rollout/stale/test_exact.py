@@ -11,6 +11,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.features.reverify import Reverification
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.rollout.generate import Published, RolloutGenerator
@@ -64,8 +65,8 @@ def test_evaluations_by_an_engine_of_their_own_take_no_tokens_of_earlier_weights
     """Only one that truncates where training, which is greedy, does not needs programs of its own."""
     greedy = {"rollout": {"temperature": 0.0, "top_k": 3}, "eval": {"temperature": 1.0}}
     apart = run_of(tmp_path, "sync, 1 ahead", changes=greedy).rollout
-    assert apart.engine.config.earlier == "verify" and apart.eval_engine.compiled is not apart.engine.compiled
-    assert apart.eval_engine.config.earlier == apart.greedy_engine.config.earlier == ""
+    assert apart.engine.config.feature(Reverification) and apart.eval_engine.compiled is not apart.engine.compiled
+    assert not any(one.config.feature(Reverification) for one in (apart.eval_engine, apart.greedy_engine))
     assert not apart.eval_engine.config.versions
 
 

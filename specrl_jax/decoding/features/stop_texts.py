@@ -15,17 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.decoding.state import Cache, Slots
+from specrl_jax.decoding.features.base import Committed, Feature
+from specrl_jax.decoding.state import Slots
 
 BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StopTexts:
-    """The automaton: `table` [states, V] int16 has the next state, plus the number of states where a text has ended."""
+class StopTexts(Feature):
+    """The automaton: `table` [states, V] int16 has the next state, plus the number of states where a text has ended.
+
+    Within a chunk its state [B] int32 is that of the search in each row's turn.
+    """
 
     table: np.ndarray
     longest: int  # bytes of the longest text: more tokens than that are never looked back at
+
+    name = "stop_texts"
 
     @property
     def states(self) -> int:
@@ -41,10 +47,10 @@ class StopTexts:
             ended.append(value >= self.states)
         return jnp.stack(states, axis=1), jnp.stack(ended, axis=1)
 
-    def begin(self, slots: Slots[Cache]) -> jax.Array:
-        """Return the state [B] int32 of every row, from the end of its turn; the first is that of its response."""
+    def begin(self, state: None, slots: Slots) -> jax.Array:
+        """Return the state of every row, from the end of its turn; the first is that of its response."""
         table = jnp.asarray(self.table)
-        start = slots.prompt_length if slots.turn_start is None else slots.turn_start
+        start = slots.features.get("turns", slots.prompt_length)
 
         def step(i: jax.Array, state: jax.Array) -> jax.Array:
             position = slots.length - self.longest + i
@@ -53,7 +59,19 @@ class StopTexts:
 
         return jax.lax.fori_loop(0, self.longest, step, jnp.zeros_like(slots.length))
 
-    def end(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def look(self, state: jax.Array, tokens: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        states, ended = self.run(state, jnp.maximum(tokens, 0))
+        return (state, states), ended
+
+    def commit(self, state: tuple[jax.Array, jax.Array], committed: Committed) -> jax.Array:
+        (before, states), count = state, committed.number
+        last = jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        return jnp.where(count > 0, last, before)
+
+    def end(self, state: jax.Array, slots: Slots) -> None:
+        """Return nothing: the next chunk begins the search anew."""
+
+    def ended(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Say which rows [R] bool of tokens [R, S] end with a token that completes a text that begins at `start` [R]
         or behind it.
         """

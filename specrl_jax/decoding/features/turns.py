@@ -1,17 +1,78 @@
-"""The function that lets rows go on with tokens that an environment wrote."""
+"""Rollouts of several turns: they go on with tokens that an environment wrote, once it has answered a turn."""
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.attention.types import Paging
+from specrl_jax.core import stand_in
 from specrl_jax.decoding.drafters import CommittedTokens
+from specrl_jax.decoding.features.base import Feature, Lowerable
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append
-from specrl_jax.decoding.pages import join, missing, pick, split, take
-from specrl_jax.decoding.state import Cache, EngineConfig, Params, Slots
+from specrl_jax.decoding.pages import join, missing, pick, split, take, where_rows
+from specrl_jax.decoding.state import Cache, EngineConfig, Params, PrefillBatch, Slots
+
+if TYPE_CHECKING:
+    from specrl_jax.decoding.programs import EnginePrograms, Program
+
+
+class Turn(NamedTuple):
+    """A turn that the policy has ended."""
+
+    request: int  # of the call, prompt-major
+    tokens: np.ndarray  # [n] int32, what the policy wrote, the end-of-text token included
+    ended: bool  # by an end-of-text token or a stop text; else cut by a limit
+    eos: bool  # by an end-of-text token, its last one
+
+
+class TurnAnswer(NamedTuple):
+    """An environment's answer to a turn."""
+
+    request: int
+    tokens: Sequence[int] | None  # appended as they are, at least one; None: the rollout has ended
+    cut: bool = False  # by a limit: the environment would have gone on
+
+
+class Turns(Protocol):
+    """The environments of a call's rollouts, each of which answers one turn at a time."""
+
+    @property
+    def turn_tokens(self) -> int:
+        """Return the most tokens of a turn."""
+
+    def ask(self, turn: Turn) -> None:
+        """Hand over a turn; do not wait."""
+
+    def answers(self, seconds: float) -> list[TurnAnswer]:
+        """Return what has been answered since the last call; wait up to `seconds` for the first answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SeveralTurns(Feature):
+    """Lets rows go on; its state is the first column [B] int32 of each row's turn. Calls have `EndedTurns`."""
+
+    name = "turns"
+    by_size = ("extend",)
+    keeps_pages = True
+
+    def empty(self, config: EngineConfig, longest: int) -> jax.Array:
+        return jnp.zeros(config.num_slots, jnp.int32) + 1
+
+    def start(self, state: jax.Array, batch: PrefillBatch, length: jax.Array) -> jax.Array:
+        return where_rows(batch.fresh, length, state)
+
+    def describe(self, programs: "EnginePrograms", program: "Program", params: Any) -> Lowerable:
+        extending = functools.partial(extend, functions=programs.functions, config=programs.config)
+        jitted = jax.jit(extending, donate_argnums=1, out_shardings=programs.shardings)
+        row = stand_in(jax.ShapeDtypeStruct((program.size,), jnp.int32))
+        tokens = stand_in(jax.ShapeDtypeStruct((program.size, programs.config.cache_length), jnp.int32))
+        return jitted, (params, programs.abstract(program.size)[0], Extension(tokens, row, row, limit=row))
 
 
 class Extension(NamedTuple):
@@ -36,7 +97,6 @@ def extend(
     The cache then holds all positions but the last, as between two iterations: no position is computed twice. The
     pages must be free.
     """
-    assert slots.turn_start is not None, "the engine takes turns"
     chosen, length = new.added > 0, slots.length + new.added
     at = jnp.arange(slots.tokens.shape[1])[None]
     added = (at >= slots.length[:, None]) & (at < length[:, None])
@@ -50,7 +110,7 @@ def extend(
         length=length,
         limit=jnp.where(chosen, new.limit, slots.limit),
         done=slots.done & ~chosen,
-        turn_start=jnp.where(chosen, length, slots.turn_start),
+        features=slots.features | {SeveralTurns.name: jnp.where(chosen, length, slots.features[SeveralTurns.name])},
         lookup_cache=_append(slots, jnp.where(added, at, at.shape[1]), tokens, length),
         pool=pool,
         held=held,
