@@ -38,7 +38,7 @@ def buffers(slots, carried):
     return {
         "target keys and values": slots.cache.target,
         "draft hidden states": draft.hidden,
-        "draft keys and values": draft.pages,
+        "draft keys and values": draft.layers,
         "corpus": slots.lookup_cache,
         "tokens and log-probs": (slots.tokens, slots.logprobs),
         "who holds the pages": (slots.pool, slots.held, carried.held),
