@@ -278,7 +278,7 @@ def test_drafts_after_speculative_iterations_are_the_learners(kind):
 
 def entries(kind, cache, table, length):
     """Keys and values of every layer of the draft, each [B, length, K, H], by a table [B, P]."""
-    layers = cache if kind in ("model", *BLOCKS) else cache.layers if kind == "peagle" else [cache.pages]
+    layers = cache if kind in ("model", *BLOCKS) else cache.layers
     return [by_position(pages[:, :, which], table, length) for pages in layers for which in (KEYS, VALUES)]
 
 

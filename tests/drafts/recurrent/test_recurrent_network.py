@@ -121,21 +121,21 @@ def test_pairs_beyond_the_pages_are_dropped_and_true_pairs_replace_provisional_o
     def write(first, last, cache):
         at = Paging(table, pairs[:, first:last])
         hidden, following = embedded[:, first:last], embedded[:, first + 1 : last + 1]
-        return draft.write_pairs(params, hidden, following, pairs=at, cache=cache, partition=ONE)
+        return draft.extend(params, hidden, following, pairs=at, cache=cache, partition=ONE)[1]
 
     def entries(cache):
-        return [by_position(cache.pages[:, :, which], table.read, 4) for which in (KEYS, VALUES)]
+        return [by_position(cache.layers[0][:, :, which], table.read, 4) for which in (KEYS, VALUES)]
 
     empty = draft.init_cache(shape)
     whole = write(0, 4, empty)
     assert all(x.any(axis=(2, 3)).all() for x in entries(whole))
     jax.tree.map(np.testing.assert_array_equal, write(4, 6, whole), whole)
-    dirty = empty._replace(pages=empty.pages + 3.0)
+    dirty = empty._replace(layers=(empty.layers[0] + 3.0,))
     over = write(0, 4, dirty)
     for a, b in zip(entries(over), entries(whole), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     # The last page is no row's.
-    np.testing.assert_array_equal(over.pages[-1], dirty.pages[-1])
+    np.testing.assert_array_equal(over.layers[0][-1], dirty.layers[0][-1])
     kept = write(0, 2, dirty)
     for a, b in zip(entries(kept), entries(dirty), strict=True):
         np.testing.assert_array_equal(a[:, 2:], b[:, 2:])
