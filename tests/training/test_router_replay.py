@@ -338,7 +338,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def run():
-    """Four learner devices that split the experts, one that generates a step ahead; four updates of a step."""
+    """Four learner devices that split the experts, two that generate a step ahead; four updates of a step."""
     config = rlzero_tiny.get_config("smoke")
     config.update({"steps": STEPS, "seed": 1})
     config.policy.update({"preset": "nano_moe", "router_replay": True, "dtype": "bfloat16"})
@@ -347,7 +347,7 @@ def run():
     config.rollout.update({"num_slots": 4, "dtype": "bfloat16"})
     config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
     config.checkpoint.update({"every": 2, "keep": 9})
-    config.pipeline.update({"schedule": "async", "rollout_devices": 1, "lag": 1})
+    config.pipeline.update({"schedule": "async", "rollout_devices": 2, "lag": 1})
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 2, "tensor": 1}, jax.devices()[:4])
     return make_run(config, mesh, FunctionScorer(lower_case))
 
