@@ -21,7 +21,6 @@ from specrl_jax.io.plots import COLOURS
 
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parent
-LENGTHS = (3, 5, 7)
 # Below this disagreement a token at equal weights, verifying any engine's rollouts by the learner's pass is worth
 # building: asked before it was measured.
 WORTH_BUILDING = 5e-4
@@ -45,17 +44,17 @@ def cases(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
 
 def tokens_table(rows: Sequence[Row]) -> str:
     """Return tokens per verification by draft and length."""
-    lines = []
+    lines, lengths = list[list[Any]](), sorted({row["k"] for row in rows})
     for temperature, draft, drafts in cases(rows):
         found = {row["k"]: row for row in bench.matching(rows, temperature=temperature, draft=draft, drafts=drafts)}
-        cells = [tokens_of(found[k]).text() if k in found else "" for k in LENGTHS]
+        cells = [tokens_of(found[k]).text() if k in found else "" for k in lengths]
         lines.append([draft, drafts, f"{temperature:g}", found[max(found)]["answers"], *cells])
-    return markdown(["draft", "drafts", "temperature", "answers", *(f"k = {k}" for k in LENGTHS)], lines)
+    return markdown(["draft", "drafts", "temperature", "answers", *(f"k = {k}" for k in lengths)], lines)
 
 
 def positions_table(rows: Sequence[Row]) -> str:
     """Return the share of verifications that keep draft i and all before it, of the longest drafts."""
-    longest = max(LENGTHS)
+    longest = max(row["k"] for row in rows)
     lines = []
     for temperature, draft, drafts in cases(rows):
         for row in bench.matching(rows, temperature=temperature, draft=draft, drafts=drafts, k=longest):
