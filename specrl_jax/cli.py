@@ -128,7 +128,7 @@ def _located(error: Exception, argv: Sequence[str]) -> str:
 def _tell_others(mistake: InputError) -> None:
     """Join the other processes where there are any, so that they end too: they would wait for this one."""
     if {"JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
-        from specrl_jax.distributed import initialize, refused_together
+        from specrl_jax.coordinator import initialize, refused_together
 
         initialize(False)
         with refused_together():
@@ -155,7 +155,7 @@ def run(
     import jax
 
     from specrl_jax.config.validate import validate
-    from specrl_jax.distributed import initialize, is_joined, leave_with_others, refused_together
+    from specrl_jax.coordinator import initialize, is_joined, leave_with_others, refused_together
     from specrl_jax.io.agreement import check_agreement
     from specrl_jax.io.memory import within_memory
     from specrl_jax.planning.choices import fit_policy

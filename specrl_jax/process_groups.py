@@ -3,37 +3,23 @@
 Where `mesh.tensor` or `mesh.expert` goes beyond a process, a copy of the weights does too. Its processes then start the
 same programs in the same order. What the host does between two programs follows from what it fetches, which is whole
 in every process. What follows from a clock, a signal or another thread (draft lengths, the end of a call, whose turn it
-is) the group's first process decides, and sends to the others (`Agreement`). Groups do not wait for each other.
-
-This goes through the coordinator, not through the devices: it needs no order among programs of several threads, and a
-process that waits holds no device. A message took 0.2 ms on this project's test machine, where a collective of a few
-bytes took 4 ms.
+is) the group's first process decides, and sends to the others (`Agreement` of coordinator.py). Groups do not wait for
+each other.
 """
 
 import dataclasses
 import itertools
-import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding
 
 from specrl_jax.core import Tree
-from specrl_jax.distributed import has_left
 from specrl_jax.errors import InputError
 
 # Mesh axes that split rollout weights: a copy has all of such an axis.
 COPY_AXES = ("expert", "tensor")
-# One waits for the first as long as it takes; where a process is gone, its heartbeat ends all.
-WAIT_SECONDS = 7 * 24 * 3600
-# So many messages are kept by the coordinator until all have read them.
-KEPT = 256
-# Agreements made so far.
-_agreements = itertools.count()
-# How a number is sent.
-_CODES = {bool: "?", int: "i"}
 
 
 class Share(NamedTuple):
@@ -159,42 +145,3 @@ def move_parts(tree: Tree, shardings: object) -> Tree:
         return jax.make_array_from_single_device_arrays(x.shape, sharding, moved)
 
     return jax.tree.map(move, tree, shardings)
-
-
-class Agreement:
-    """Gives every process of a group the numbers of its first one; all ask for the same ones in the same order.
-
-    A group of one process agrees with itself. Every process makes its agreements in the same order.
-    """
-
-    def __init__(self, members: tuple[int, ...]) -> None:
-        self._messages = 0  # sent or received
-        self._members, self._folder = members, f"specrl_jax/agreement_{next(_agreements)}/{members[0]}"
-
-    def __call__(self, *values: int) -> tuple[int, ...]:
-        """Return the first process's `values`: bools and ints of 32 bits, in every process of the same types.
-
-        Raises RunFailed where a process has left.
-        """
-        if len(self._members) == 1:
-            return values
-        code = "<" + "".join(_CODES[type(value)] for value in values)
-        try:
-            return struct.unpack(code, self._exchange(struct.pack(code, *values)))
-        except RuntimeError as error:
-            raise has_left(error) from None
-
-    def _exchange(self, message: bytes) -> bytes:
-        client: Any = global_state.client
-        number, first = self._messages, self._members[0] == global_state.process_id
-        self._messages += 1
-        if number % KEPT == 0 and number:
-            epoch = f"{self._folder}/{number // KEPT - 1}"
-            client.wait_at_barrier(epoch, 1000 * WAIT_SECONDS, list(self._members))
-            if first:
-                client.key_value_delete(f"{epoch}/")
-        key = f"{self._folder}/{number // KEPT}/{number % KEPT}"
-        if not first:
-            return client.blocking_key_value_get_bytes(key, 1000 * WAIT_SECONDS)
-        client.key_value_set_bytes(key, message)
-        return message

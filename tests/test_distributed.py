@@ -6,15 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.serialize import to_bytes
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.resume import open_checkpoints
@@ -183,8 +183,8 @@ def test_what_is_wrong_in_one_process_ends_all_in_one_line(differing, message, t
 
 def test_a_process_that_finds_no_other_ends_in_one_line():
     """jax would abort with a stack trace of C++."""
-    code = "from specrl_jax import distributed as d; d.JOIN_SECONDS = 1; d.initialize(False)"
-    environment = process_environment() | dict(zip(distributed.VARIABLES, ("localhost:1", "2", "1")))
+    code = "from specrl_jax import coordinator as d; d.JOIN_SECONDS = 1; d.initialize(False)"
+    environment = process_environment() | dict(zip(coordinator.VARIABLES, ("localhost:1", "2", "1")))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: several processes") and done.stderr.count("\n") == 1, done.stderr
@@ -217,7 +217,7 @@ def test_the_coordinator_listens_on_its_address_alone(environment, listens, monk
         monkeypatch.setenv(name, value)
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **known: given.update(known))
-    distributed.initialize(False)
+    coordinator.initialize(False)
     assert given["coordinator_bind_address"] == listens
     assert (given["num_processes"], given["process_id"]) == (2, 0)
     assert given["coordinator_address"] == (listens if listens != "[::]:1234" else "10.0.0.7:1234")
@@ -225,8 +225,8 @@ def test_the_coordinator_listens_on_its_address_alone(environment, listens, monk
 
 def test_a_missing_number_of_processes_is_said_in_one_line(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
-    with pytest.raises(distributed.InputError, match=r"several processes \(JAX_COORDINATOR_ADDRESS"):
-        distributed.initialize(False)
+    with pytest.raises(coordinator.InputError, match=r"several processes \(JAX_COORDINATOR_ADDRESS"):
+        coordinator.initialize(False)
 
 
 def test_a_single_process_has_everything():
@@ -241,7 +241,7 @@ def test_what_is_large_is_gathered_in_pieces(monkeypatch):
     sent = []
     monkeypatch.setattr(distributed, "PIECE", 64)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    data = [np.frombuffer(distributed.to_bytes(text), np.uint8) for text in (own, other)]
+    data = [np.frombuffer(to_bytes(text), np.uint8) for text in (own, other)]
 
     def gather(x):
         sent.append(x)
@@ -254,24 +254,3 @@ def test_what_is_large_is_gathered_in_pieces(monkeypatch):
     monkeypatch.setattr(distributed, "_all_gather", gather)
     assert distributed.all_gather_objects(str, own) == [own, other]
     assert len(sent) == 1 + -(-len(data[1]) // 64)
-
-
-class Message(NamedTuple):
-    arrays: dict[str, np.ndarray]
-    texts: list[str | None]
-
-
-def test_what_processes_exchange_arrives_bit_for_bit():
-    payload = np.array([0x7FC00001, 0xFF800001, 0x80000000], np.uint32).view(np.float32)  # NaNs of two kinds, and -0.0
-    arrays = {"a": payload, "module:function/b": np.array([[2**63 - 1]]), "none": np.zeros((3, 0), bool)}
-    got = distributed.from_bytes(Message, distributed.to_bytes(Message(arrays, [None, "\ud800 ü"])))
-    assert got.texts == [None, "\ud800 ü"] and list(got.arrays) == list(arrays)
-    for one, other in zip(got.arrays.values(), arrays.values()):
-        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-        assert one.flags.writeable
-
-
-@pytest.mark.parametrize("value", [np.array([object()]), {1, 2}, print], ids=["objects", "set", "function"])
-def test_what_could_run_code_is_not_exchanged(value):
-    with pytest.raises((TypeError, ValueError), match=r"cannot pack|Object arrays cannot be saved"):
-        distributed.to_bytes(value)

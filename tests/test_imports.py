@@ -28,10 +28,13 @@ ORDER += [
     "data",
     "process_groups",
     "distributed",
+    "coordinator",
     "sharding",
     "serialize",
     "core",
     "json_files",
+    "child_process",
+    "frames",
     "errors",
     "accelerator_flags",
 ]

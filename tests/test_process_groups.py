@@ -1,6 +1,5 @@
-"""A copy of the rollout weights in several processes: which ones, what they agree on, and the tokens of one process."""
+"""A copy of the rollout weights in several processes: which ones, and the tokens of one process."""
 
-import itertools
 import json
 import signal
 from types import SimpleNamespace
@@ -9,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax import process_groups
-from specrl_jax.errors import InputError, RunFailed
-from specrl_jax.process_groups import ALONE, Agreement, ProcessGroups, find_groups
+from specrl_jax.errors import InputError
+from specrl_jax.process_groups import ALONE, ProcessGroups, find_groups
 from specrl_jax.sharding import MESH_AXES
 from tests.helpers.cluster import (
     AHEAD,
@@ -83,71 +81,6 @@ def test_all_processes_cover_everything_once(groups, monkeypatch):
         assert list(range(10)[share.group][share.within]) == list(range(10)[share.own])
         of_groups += range(10)[share.group] if all_groups.own[0] == i else ()
     assert found == of_groups == list(range(10))
-
-
-# ---- what they agree on
-
-
-class Coordinator:
-    """Stands in for the client of the coordinator, of all processes."""
-
-    def __init__(self):
-        self.values, self.barriers = {}, []
-
-    def key_value_set_bytes(self, key, value):
-        assert key not in self.values
-        self.values[key] = value
-
-    def blocking_key_value_get_bytes(self, key, timeout):
-        if key not in self.values:
-            raise RuntimeError("DEADLINE_EXCEEDED")
-        return self.values[key]
-
-    def key_value_delete(self, prefix):
-        self.values = {key: value for key, value in self.values.items() if not key.startswith(prefix)}
-
-    def wait_at_barrier(self, name, timeout, processes):
-        self.barriers.append((name, processes))
-
-
-@pytest.fixture
-def pair(monkeypatch):
-    """Return (coordinator, ask): ask(i, ...) asks process i of two that hold a copy, 2 and 5."""
-    coordinator, agreements = Coordinator(), {}
-    for i in (2, 5):
-        monkeypatch.setattr(process_groups, "_agreements", itertools.count())
-        agreements[i] = Agreement((2, 5))
-
-    def ask(i, *values):
-        state = SimpleNamespace(client=coordinator, process_id=i)
-        monkeypatch.setattr(process_groups, "global_state", state)
-        return agreements[i](*values)
-
-    return coordinator, ask
-
-
-def test_the_first_process_decides(pair):
-    _, ask = pair
-    assert ask(2, 7, -1) == (7, -1) and ask(2, True) == (True,)
-    assert ask(5, 0, 0) == (7, -1) and ask(5, False) == (True,)
-
-
-def test_messages_are_dropped_once_all_have_read_them(pair):
-    coordinator, ask = pair
-    for i in range(3 * process_groups.KEPT):
-        assert ask(2, i) == (i,) == ask(5, -1)
-        assert len(coordinator.values) <= process_groups.KEPT
-    assert [processes for _, processes in coordinator.barriers] == [[2, 5]] * 4
-
-
-def test_a_first_process_that_left_ends_the_others_in_one_line(pair, monkeypatch):
-    monkeypatch.setattr(process_groups, "has_left", lambda error: RunFailed(f"process 2 left: {error}"))
-    with pytest.raises(RunFailed, match="process 2 left: DEADLINE_EXCEEDED"):
-        pair[1](5, 1)
-
-
-def test_one_process_asks_nobody():
-    assert Agreement((0,))(3, False) == (3, False)
 
 
 # ---- the same tokens: one process with the same mesh, devices and slots

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from specrl_jax.serialize import Packed, pack, unpack
+from specrl_jax.serialize import Packed, from_bytes, pack, to_bytes, unpack
 
 
 class Part(NamedTuple):
@@ -65,3 +65,24 @@ def test_what_has_no_type_of_its_own_in_json_is_refused():
 def test_a_value_of_another_class_is_refused():
     with pytest.raises(KeyError):
         unpack(Part, Packed({"numbers": "n"}, {"n": np.zeros(1)}))
+
+
+class Message(NamedTuple):
+    arrays: dict[str, np.ndarray]
+    texts: list[str | None]
+
+
+def test_what_processes_exchange_arrives_bit_for_bit():
+    payload = np.array([0x7FC00001, 0xFF800001, 0x80000000], np.uint32).view(np.float32)  # NaNs of two kinds, and -0.0
+    arrays = {"a": payload, "module:function/b": np.array([[2**63 - 1]]), "none": np.zeros((3, 0), bool)}
+    got = from_bytes(Message, to_bytes(Message(arrays, [None, "\ud800 ü"])))
+    assert got.texts == [None, "\ud800 ü"] and list(got.arrays) == list(arrays)
+    for one, other in zip(got.arrays.values(), arrays.values()):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+        assert one.flags.writeable
+
+
+@pytest.mark.parametrize("value", [np.array([object()]), {1, 2}, print], ids=["objects", "set", "function"])
+def test_what_could_run_code_is_not_exchanged(value):
+    with pytest.raises((TypeError, ValueError), match=r"cannot pack|Object arrays cannot be saved"):
+        to_bytes(value)

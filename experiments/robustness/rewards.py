@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from experiments import commands
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 
 WORKERS = 2
 PACKAGES = ("latex2sympy2_extended", "sympy", "psutil", "numpy")

@@ -30,12 +30,12 @@ from rich.table import Table
 from experiments import commands
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.sandbox.choose import Chosen, choose
 from specrl_jax.rewards.sandbox.limits import MIB, Limits, Ran, Run, SandboxError
 from specrl_jax.rewards.sandbox.mechanisms import own_uid
 from specrl_jax.rewards.sandbox.process import Sandbox
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 
 LIMITS = Limits(seconds=2.0, memory=256 * MIB, output=MIB, processes=16, disk=8 * MIB)
 GRACE = 1.0  # seconds after its limit by which a program is over

@@ -2,15 +2,10 @@
 
 import atexit
 import functools
-import json
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
 from typing import Any
 
+from specrl_jax.child_process import ChildProcess
 from specrl_jax.errors import InputError
 
 SECONDS = 30.0  # of a conversation, on a busy machine; Qwen3's takes a thousandth of one
@@ -26,7 +21,7 @@ class Renderer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # conversations ask from several threads
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
 
     def check(self, source: str) -> None:
         """Compile a template. Raises InputError where it cannot be, OverLimit where that takes too much."""
@@ -44,10 +39,11 @@ class Renderer:
     def _ask(self, request: dict[str, object]) -> str:
         with self._lock:
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                    self._exchange({}, START)
-                reply = self._exchange(request, SECONDS)
+                if self._child is None or self._child.process.poll() is not None:
+                    self._end()
+                    self._child = ChildProcess("specrl_jax.data.templates", {})
+                    _exchange(self._child, {}, START)
+                reply = _exchange(self._child, request, SECONDS)
             except BaseException:
                 self._end()
                 raise
@@ -58,43 +54,24 @@ class Renderer:
             raise InputError(f"data.tokenizer: the chat template {reply['fault']}")
         return reply["text"]
 
-    def _exchange(self, request: dict[str, object], seconds: float) -> dict[str, str]:
-        process, end, parts = self._process, time.monotonic() + seconds, [b""]
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        poll = select.poll()
-        poll.register(process.stdout, select.POLLIN)
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            parts = []
-        while parts and not parts[-1].endswith(b"\n"):
-            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise OverLimit(f"data.tokenizer: the chat template did not end within {seconds:g} s")
-            if more := os.read(process.stdout.fileno(), 2**20):
-                parts.append(more)
-            else:
-                parts.clear()
-        if not parts:
-            status = process.wait()
-            raise OverLimit(f"data.tokenizer: the chat template ends the process that renders it (status {status})")
-        return json.loads(b"".join(parts))
-
-    def _start(self) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "specrl_jax.data.templates"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
     def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        child, self._child = self._child, None
+        if child is not None:
+            child.hang_up()
+            child.process.kill()
+            child.process.wait()
+
+
+def _exchange(child: ChildProcess, request: dict[str, object], seconds: float) -> dict[str, str]:
+    try:
+        child.send(request, seconds)
+        return child.receive(seconds)
+    except TimeoutError:
+        raise OverLimit(f"data.tokenizer: the chat template did not end within {seconds:g} s") from None
+    except (EOFError, OSError):
+        status = child.process.wait()
+        ended = f"ends the process that renders it (status {status})"
+        raise OverLimit(f"data.tokenizer: the chat template {ended}") from None
 
 
 @functools.cache

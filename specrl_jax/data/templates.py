@@ -1,15 +1,16 @@
-"""Render chat templates as transformers does, and serve that: `python -m specrl_jax.data.templates`.
+"""Render chat templates as transformers does, and serve that to `specrl_jax.data.renderer`.
 
 A template is a program that came with a downloaded checkpoint. It runs in jinja2's immutable sandbox, with the tags,
 filters and globals that transformers gives it and no others, in a process with limits of memory and of processor time.
-That process reads a request a line and answers each in a line; `specrl_jax.data.renderer` asks it.
 """
 
+import contextlib
 import datetime
 import functools
 import json
 import resource
-import sys
+import socket
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jinja2.ext
@@ -18,6 +19,8 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
+
+from specrl_jax.frames import receive, send
 
 # What strftime_now tells, whatever the day: a run must not change with it. Llama's own templates write this date where
 # there is no clock.
@@ -146,15 +149,12 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-def serve() -> None:
-    """Answer the requests of standard input until it ends."""
+def main(settings: Mapping[str, Any]) -> None:
+    """Answer requests until the other end of the socket is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = int(used.ru_utime + used.ru_stime) + PROCESSOR
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-        print(json.dumps(_answer(json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    serve()
+    with socket.socket(fileno=settings["socket"]) as channel, contextlib.suppress(EOFError):
+        while True:
+            request, used = receive(channel), resource.getrusage(resource.RUSAGE_SELF)
+            seconds = int(used.ru_utime + used.ru_stime) + PROCESSOR
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+            send(channel, _answer(request))

@@ -12,7 +12,7 @@ import jaxlib
 import numpy as np
 
 import specrl_jax
-from specrl_jax import distributed
+from specrl_jax import coordinator
 from specrl_jax.data.splits import data_files
 from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import flatten, may_change
@@ -36,8 +36,8 @@ def check_agreement(config: Mapping[str, object], workdir: str) -> None:
     tokenizer by the name and size of each file and its content, of which weights larger than 16 MiB are sampled: 64
     blocks of 64 KiB.
     """
-    if distributed.is_joined():
-        distributed.agree(facts(config, workdir))
+    if coordinator.is_joined():
+        coordinator.agree(facts(config, workdir))
 
 
 def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:

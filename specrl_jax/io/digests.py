@@ -1,10 +1,13 @@
-"""Digests of what a checkpoint holds: a change of any bit of a value, of its dtype, shape or name is found.
+"""Digests of arrays: a change of any bit of a value, of its dtype, shape or name is found.
 
-Host values are hashed by xxh3. Arrays on devices are not: their shards may lie in several processes, and are others
-under the mesh of the run that reads them, so a hash of bytes would need every array whole on one host. Their digest is
-two sums over 32-bit words, each mixed with its place: every device adds up its shards in one pass, and the result is
-the same under every mesh. The mixing is a bijection, so a change within one word always changes both sums; one of
-several words escapes with a chance of about 2^-60.
+Of a checkpoint, host values are hashed by xxh3. Arrays on devices are not: their shards may lie in several processes,
+and are others under the mesh of the run that reads them, so a hash of bytes would need every array whole on one host.
+Their digest is two sums over 32-bit words, each mixed with its place: every device adds up its shards in one pass, and
+the result is the same under every mesh. The mixing is a bijection, so a change within one word always changes both
+sums; one of several words escapes with a chance of about 2^-60.
+
+Weights of an engine are told apart by one sum of that kind, `checksum`: 32 bits of all of them, computed in the program
+that makes them.
 """
 
 import json
@@ -63,6 +66,25 @@ def json_digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
 
 
+def checksum(tree: object) -> jax.Array:
+    """Return [] uint32 of every bit of a tree's arrays and of their order; independent of the sharding."""
+    total = jnp.uint32(0)
+    for leaf in jax.tree.leaves(tree):
+        total = _scramble(total) + _sum_of_bits(leaf)
+    return total
+
+
+@jax.jit
+def _sum_of_bits(leaf: jax.Array) -> jax.Array:
+    """Return [] uint32 of an array's bits and of their places. Jitted: one trace for all layers."""
+    words = _words(leaf)
+    place = jnp.zeros_like(words)
+    for axis in range(words.ndim):
+        place = place * jnp.uint32(words.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    # An integer sum does not depend on its order, so not on the sharding.
+    return jnp.sum(_scramble(_scramble(place) ^ words), dtype=jnp.uint32)
+
+
 @jax.jit
 def _sums(x: jax.Array) -> jax.Array:
     """Return [3] uint32: two sums of x's mixed words, and 1 where a value is not finite."""
@@ -72,7 +94,7 @@ def _sums(x: jax.Array) -> jax.Array:
         bad = jnp.broadcast_to(bad[..., None], words.shape)
     axis, zero = words.ndim - 1, jnp.uint32(0)
     one, two = (_keys(words.shape, seed) for seed in SEEDS)
-    mixed = scramble(words ^ one)
+    mixed = _scramble(words ^ one)
     # One pass over the array: on CPU a reduction of several operands over the last axis is one loop, and several times
     # as fast as one of a single operand.
     *sums, bad = jax.lax.reduce(
@@ -87,7 +109,7 @@ def _sums(x: jax.Array) -> jax.Array:
 def _folded(sums: jax.Array, seed: int) -> jax.Array:
     """Return the sum [] of mixed sums over the remaining axes, the last first."""
     for axis in reversed(range(sums.ndim)):
-        sums = jnp.sum(scramble(sums ^ _keys(sums.shape, seed)), axis=axis, dtype=jnp.uint32)
+        sums = jnp.sum(_scramble(sums ^ _keys(sums.shape, seed)), axis=axis, dtype=jnp.uint32)
     return sums
 
 
@@ -102,12 +124,12 @@ def _words(x: jax.Array) -> jax.Array:
 def _keys(shape: Sequence[int], seed: int) -> jax.Array:
     """Return pseudo-random keys of the places along the last axis, repeated to [shape] uint32."""
     axis = len(shape) - 1
-    keys = scramble(jax.lax.iota(jnp.uint32, shape[axis]) + jnp.uint32(seed * len(shape) % 2**32))
+    keys = _scramble(jax.lax.iota(jnp.uint32, shape[axis]) + jnp.uint32(seed * len(shape) % 2**32))
     # Behind the barrier they are computed once, not again in every row.
     return jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(keys), shape, (axis,))
 
 
-def scramble(x: jax.Array) -> jax.Array:
+def _scramble(x: jax.Array) -> jax.Array:
     """Apply the finaliser of MurmurHash3 (Appleby, public domain): a bijection; a bit affects half of the others."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)

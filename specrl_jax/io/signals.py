@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from specrl_jax.distributed import share_event
+from specrl_jax.coordinator import share_event
 from specrl_jax.errors import Stopped
 
 # SIGUSR2 is what a cluster's scheduler sends before it pre-empts a job or ends its time.

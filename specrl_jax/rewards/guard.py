@@ -9,7 +9,6 @@ There are two guards, one the child of the other: where one is killed, the other
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -29,9 +28,8 @@ _TOLD = (signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main() -> NoReturn:
-    """Start a worker from the settings in argv[1]; end it when told (SIGTERM) or orphaned; exit with its status."""
-    settings = json.loads(sys.argv[1])
+def main(settings: dict[str, Any]) -> NoReturn:
+    """Start a worker; end it when told (SIGTERM) or orphaned; exit with its status."""
     channel = settings["socket"]
 
     def inner(parent: int) -> NoReturn:
@@ -63,7 +61,7 @@ def _guard(parent: int, channel: int, run: Callable[[int], NoReturn], patience: 
     os._exit((killed if status is None else status) or 0)
 
 
-def _run_worker(settings: dict, guard: int) -> NoReturn:
+def _run_worker(settings: dict[str, Any], guard: int) -> NoReturn:
     """Be the worker."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD)

@@ -1,14 +1,9 @@
-"""Messages between the training process and a reward worker: JSON in frames, over a pair of sockets.
+"""Messages between the training process and a reward worker.
 
 A worker runs code that may do anything, so what it says is bounded in size and in time, and checked field by field.
 """
 
-import json
-import math
 import re
-import socket
-import struct
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,9 +23,6 @@ CAUSES = ("timeout", "died", "error", "memory")
 
 class NotScored(RunFailed):
     """No response can be scored; the message says why."""
-
-
-_LENGTH = struct.Struct("!Q")
 
 
 class Context(NamedTuple):
@@ -55,46 +47,6 @@ class Outcome(NamedTuple):
     failure: str = ""  # one of CAUSES
     detail: str = ""  # one line
     messages: Sequence[Mapping[str, str]] | None = None  # what an environment says; None: it has ended, or is none
-
-
-def send(channel: socket.socket, message: object, seconds: float | None = None) -> None:
-    """Send a message. Raises TimeoutError after `seconds`, OSError where the other end is closed, TypeError for what is
-    not JSON.
-    """
-    channel.settimeout(seconds)
-    data = json.dumps(message).encode()
-    channel.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(channel: socket.socket, seconds: float | None = None, longest: float = math.inf) -> object:
-    """Return the next message.
-
-    Raises TimeoutError after `seconds`, EOFError where the other end is closed, ValueError for what is not JSON of at
-    most `longest` bytes.
-    """
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, end))
-    if length > longest:
-        raise ValueError(f"a message of {length} bytes")
-    try:
-        return json.loads(_read(channel, length, end))
-    except RecursionError:
-        raise ValueError("a message that is too deep") from None
-
-
-def _read(channel: socket.socket, count: int, end: float) -> bytes:
-    """Return `count` bytes, read before `end` on the monotonic clock."""
-    data = bytearray()
-    while len(data) < count:
-        remaining = end - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError
-        channel.settimeout(None if remaining == math.inf else remaining)
-        piece = channel.recv(min(count - len(data), 2**16))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
 
 
 def parse_outcome(message: object, count: int) -> Outcome:

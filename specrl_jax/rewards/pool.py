@@ -1,147 +1,255 @@
-"""Worker processes that score answers, and recovery when one hangs, dies, stops or leaks.
+"""Worker processes that score answers or hold conversations, and recovery when one hangs, dies, stops or leaks.
 
-Each worker has a thread, which hands it a few answers at a time and hears of each as it is done: a bad answer fails
-alone, each has the full time limit, and it is known which one a worker was scoring when it died.
+Each worker has a thread, which hands it a few tasks at a time and hears of each as it is done: a bad answer fails
+alone, each has the full time limit, and it is known which one a worker was scoring when it died. A worker that is lost
+is replaced in its place.
 """
 
+import atexit
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import queue
 import threading
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specrl_jax.rewards.code.reward import CodeOptions
-from specrl_jax.rewards.messages import Outcome, RewardInput
-from specrl_jax.rewards.process import Lost, WorkerProcess
-from specrl_jax.rewards.worker_group import WorkerGroup, WorkerOptions, how_lost
+from specrl_jax.rewards.messages import NotScored, Outcome, RewardInput
+from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
+from specrl_jax.rewards.sandbox.limits import GIB
 
+MAX_WORKERS = 8  # by default
 MAX_ROWS = 32  # that a worker gets at once
 ATTEMPTS = 2  # workers that an answer may lose
+LOSSES = 5  # times the number of workers: so many that end in a row before they score anything fail the run
 
 
-class Workers(WorkerGroup):
-    """Processes that score with the rewards `names`; arguments as of `WorkerGroup`."""
+class WorkerOptions(NamedTuple):
+    """Options of worker processes."""
+
+    processes: int = 0  # 0: one per core, at most MAX_WORKERS
+    timeout: float = 10.0  # seconds for all rewards of one answer, or for a step of an environment
+    memory: float = 4.0  # GiB that a worker may take beyond its imports
+
+
+DEFAULT = WorkerOptions()
+
+
+class Reply(NamedTuple):
+    """The result of a task."""
+
+    number: int  # of the task
+    outcome: Outcome
+    seconds: float  # that workers took
+
+
+Replies = queue.SimpleQueue[Reply | BaseException]
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """A row to score."""
+
+    number: int
+    row: RewardInput
+    replies: Replies  # gets its reply, or why no task can be done any more
+    began: float = 0.0  # when a worker first had it
+    lost: int = 0  # workers that ended with it
+
+
+class Workers:
+    """Processes that score with the rewards `names`, and start when first needed.
+
+    Args:
+      code: options of the reward `code`, where it is among them.
+    """
+
+    kind, limit, most_rows = "reward", "", MAX_ROWS  # limit: of what the time is
 
     def __init__(self, names: Sequence[str], options: WorkerOptions, code: CodeOptions | None = None) -> None:
-        super().__init__(names, options, code)
-        self._calls = threading.RLock()  # one at a time
+        self.names, self.timeout, self.code = tuple(names), options.timeout, code
+        self.count = options.processes or min(cores(), MAX_WORKERS)
+        self._memory = int(options.memory * GIB)  # bytes
+        self._calls = threading.RLock()  # of `score`, one at a time
+        self._changed = threading.Condition(threading.RLock())  # guards what follows
+        self._workers: list[WorkerProcess] = []
+        self._waiting: deque[Task] = deque()
+        self._losses = 0  # since a worker last scored something
+
+    def start(self) -> None:
+        """Start the processes without waiting for them."""
+        with self._changed:
+            if self._workers:
+                return
+            self._workers = [self._make(place) for place in range(self.count)]
+            atexit.register(self.close)
+            for place in range(self.count):
+                arguments = (place, self._workers)
+                threading.Thread(target=self._work, args=arguments, name=self.kind, daemon=True).start()
+
+    def close(self) -> None:
+        """End the processes; tasks under way have a RuntimeError as their reply. A later call starts new ones."""
+        with self._changed:
+            workers, self._workers, self._losses = self._workers, [], 0
+            self._answer_all(self._waiting, self._closed())
+            self._changed.notify_all()
+        if workers:
+            atexit.unregister(self.close)
+        for worker in workers:
+            worker.end()
 
     def problem(self) -> str:
         """Return why a worker cannot load the rewards, in one line; "" if it can. Waits for a worker."""
-        with self._calls:
-            self.start()
-            worker = self._workers[0]
-            try:
-                return worker.hello().problem
-            except Lost as lost:
-                ending = how_lost(lost, worker.end())
+        self.start()
+        worker = self._workers[0]
+        try:
+            found = worker.hello().problem
+        except Lost as lost:
+            found = f"loading {', '.join(self.names)}: the worker {how_lost(lost, worker.end())}"
+        if found:
             self.close()
-            return f"loading {', '.join(self.names)}: the worker {ending}"
+        return found
 
     def score(self, rows: Sequence[RewardInput], while_waiting: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the outcomes in order. Raises NotScored if workers die before they score, RuntimeError on `close`.
 
         What `while_waiting`, called every second, raises ends the call and the workers.
         """
+        replies, outcomes = Replies(), dict[int, Outcome]()
         with self._calls:
-            self.start()
-            batch = _Batch(rows)
-            arguments = [(place, batch, self._workers) for place in range(self.count)]
-            threads = [threading.Thread(target=self._work, args=a, name="rewards", daemon=True) for a in arguments]
-            for thread in threads:
-                thread.start()
             try:
-                return batch.wait(while_waiting)
+                self.add([Task(i, row, replies) for i, row in enumerate(rows)])
+                look = time.monotonic() + 1.0
+                while len(outcomes) < len(rows):
+                    left = look - time.monotonic()
+                    outcomes |= {reply.number: reply.outcome for reply in received(replies, max(0.0, left))}
+                    if left <= 0.0:
+                        while_waiting()
+                        look += 1.0
             except BaseException:
-                self.close()  # ends the threads
+                self.close()
                 raise
-            finally:
-                for thread in threads:
-                    thread.join()
+        return [outcomes[i] for i in range(len(rows))]
 
-    def _work(self, place: int, batch: "_Batch", workers: list[WorkerProcess]) -> None:
-        """Score answers with the worker in one place until the batch has no more."""
-        answers = False  # whether the worker does
-        try:
-            while chunk := batch.take(2 * self.count):
-                try:
-                    if not answers:
-                        workers[place].check(self.timeout)
-                except Lost as lost:
-                    batch.give_back(chunk)
-                    self._count_loss(self._replace(place, workers, lost))
-                else:
-                    answers = self._score_chunk(place, batch, chunk, workers)
-        except BaseException as error:
-            batch.fail(error)
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Let the workers do tasks."""
+        self.start()
+        with self._changed:
+            self._waiting.extend(tasks)
+            self._changed.notify_all()
 
-    def _score_chunk(self, place: int, batch: "_Batch", chunk: list[int], workers: list[WorkerProcess]) -> bool:
-        """Score answers; give back those that the worker did not begin. Return whether it lives on."""
-        unscored, full = deque(chunk), False
+    def _work(self, place: int, workers: list[WorkerProcess]) -> None:
+        """Do tasks with the worker in one place until the workers are closed."""
+        while tasks := self._take(place, workers):
+            try:
+                self._serve(place, workers, tasks)
+                with self._changed:
+                    if tasks and workers is not self._workers:
+                        raise self._closed()
+                    self._waiting.extendleft(reversed(tasks))
+                    self._changed.notify_all()
+            except BaseException as error:
+                self._answer_all(tasks, error)
+
+    def _take(self, place: int, workers: list[WorkerProcess]) -> deque[Task]:
+        """Wait for tasks: a share of those that wait, so that all workers end together; none once they are closed."""
+        with self._changed:
+            while workers is self._workers:
+                most = min(self.most_rows, max(1, len(self._waiting) // (2 * self.count)))
+                if found := deque(itertools.islice((t for t in self._waiting if self._may_do(t, place)), most)):
+                    for task in found:
+                        self._waiting.remove(task)
+                        task.began = task.began or time.monotonic()
+                    return found
+                self._changed.wait()
+            return deque()
+
+    def _serve(self, place: int, workers: list[WorkerProcess], tasks: deque[Task]) -> None:
+        """Do tasks, at least the first of them unless the worker is lost before; leave the others."""
         try:
-            for outcome, is_full in workers[place].score([batch.rows[i] for i in chunk], self.timeout):
-                batch.settle(unscored.popleft(), outcome)
-                self._losses, full = 0, is_full
+            workers[place].check(self.timeout)
+        except Lost as lost:
+            self._count_loss(self._replace(place, workers, lost))
+            return
+        try:
+            for outcome, full in workers[place].score([task.row for task in tasks], self._seconds(tasks[0], place)):
+                self._losses = 0
+                self._settle(tasks.popleft(), outcome, place)
+                if full:
+                    self._replace(place, workers)
         except TimeoutError:
             self._replace(place, workers)
-            batch.settle(unscored.popleft(), Outcome((), failure="timeout", detail=f"more than {self.timeout:g} s"))
-            return False
+            detail = f"more than {self.timeout:g} s{self.limit}"
+            self._settle(tasks.popleft(), Outcome((), failure="timeout", detail=detail), place)
         except Lost as lost:
             ending = self._replace(place, workers, lost)
-            batch.lost[unscored[0]] += 1
-            if batch.lost[unscored[0]] == ATTEMPTS:
-                batch.settle(unscored.popleft(), Outcome((), failure="died", detail=f"the worker {ending}"))
-            return False
-        finally:
-            batch.give_back(unscored)
-        if full:
-            self._replace(place, workers)
-        return not full
+            tasks[0].lost += 1
+            if tasks[0].lost == ATTEMPTS:
+                outcome = Outcome((), failure="died", detail=f"the worker {ending}")
+                self._settle(tasks.popleft(), outcome, place)
 
+    def _may_do(self, task: Task, place: int) -> bool:
+        """Return whether a task may go to the worker in a place."""
+        return True
 
-class _Batch:
-    """The answers of one call: those that wait, and what came out."""
+    def _seconds(self, task: Task, place: int) -> float:
+        """Return the seconds that the worker in a place has for a task."""
+        return self.timeout
 
-    def __init__(self, rows: Sequence[RewardInput]) -> None:
-        self.rows = rows
-        self.lost: Counter[int] = Counter()  # workers that ended while they scored an answer
-        self._waiting = deque(range(len(rows)))
-        self._outcomes: dict[int, Outcome] = {}
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+    def _settle(self, task: Task, outcome: Outcome, place: int) -> None:
+        """Give the outcome of a task that the worker in a place has done, or failed to do."""
+        task.replies.put(Reply(task.number, outcome, time.monotonic() - task.began))
 
-    def take(self, shares: int) -> list[int]:
-        """Return the next answers: a share of those that wait, so that all threads end together.
+    @staticmethod
+    def _answer_all(tasks: deque[Task], error: BaseException) -> None:
+        while tasks:
+            tasks.popleft().replies.put(error)
 
-        Waits for what another thread may give back; [] where there is none any more.
-        """
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"{self.kind} workers: closed during a call")
+
+    def _make(self, place: int) -> WorkerProcess:
+        return WorkerProcess(self.names, self._memory, self.code)
+
+    def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
+        """Replace the worker in a place; return what became of it."""
+        ended = workers[place].end()
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._over())
-            count = 0 if self._over() else min(MAX_ROWS, max(1, len(self._waiting) // shares))
-            return [self._waiting.popleft() for _ in range(count)]
-
-    def give_back(self, answers: Sequence[int]) -> None:
-        with self._changed:
-            self._waiting.extendleft(reversed(answers))
+            if workers is not self._workers:
+                raise self._closed()
+            workers[place] = self._make(place)
             self._changed.notify_all()
+        return how_lost(lost, ended)
 
-    def settle(self, i: int, outcome: Outcome) -> None:
+    def _count_loss(self, ending: str) -> None:
         with self._changed:
-            self._outcomes[i] = outcome
-            if self._over():
-                self._changed.notify_all()
+            self._losses += 1
+            if self._losses >= LOSSES * self.count:
+                raise NotScored(f"{self.kind} workers die: {self._losses} times in a row; the last {ending}")
 
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
-    def wait(self, while_waiting: Callable[[], None]) -> list[Outcome]:
-        """Return all outcomes in order, or raise the error of a thread or of `while_waiting`."""
-        with self._changed:
-            while not self._changed.wait_for(self._over, timeout=1.0):
-                while_waiting()
-            if self._error:
-                raise self._error
-            return [self._outcomes[i] for i in range(len(self.rows))]
+def received(replies: Replies, seconds: float) -> list[Reply]:
+    """Return all replies that are there; wait up to `seconds` for the first. Raises what a worker's thread raised."""
+    found = list[Reply]()
+    try:
+        while True:
+            reply = replies.get(timeout=seconds) if seconds and not found else replies.get_nowait()
+            if isinstance(reply, BaseException):
+                raise reply
+            found.append(reply)
+    except queue.Empty:
+        return found
 
-    def _over(self) -> bool:
-        return self._error is not None or len(self._outcomes) == len(self.rows)
+
+def how_lost(lost: Lost | None, ended: str) -> str:
+    """Return what became of a worker: how it ended, unless it had to be ended."""
+    return ended if lost is None or str(lost) == GONE else str(lost)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else multiprocessing.cpu_count()

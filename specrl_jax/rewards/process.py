@@ -1,14 +1,12 @@
 """One reward worker as the training process sees it: a process that may hang, die or say anything."""
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
+from specrl_jax.child_process import ChildProcess
 from specrl_jax.rewards import guard
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.function import ASKABLE
@@ -20,15 +18,12 @@ from specrl_jax.rewards.messages import (
     Outcome,
     RewardInput,
     parse_outcome,
-    receive,
-    send,
 )
 from specrl_jax.rewards.worker import RewardWorkerHello
 
 START_SECONDS = 120.0  # limit for a worker to start and import
 CHUNK_SECONDS = 1.0  # a worker begins no further answer of a chunk after them
 END_SECONDS = 5.0  # limit for a worker and its children to be gone
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; import {0}; {0}.main()"
 
 NONSENSE, GONE = "sent nonsense", "is gone"
 
@@ -37,8 +32,8 @@ class Lost(Exception):
     """A worker ended or no longer answers; the message says how, as what follows "the worker"."""
 
 
-class WorkerProcess:
-    """A worker and its guard (guard.py). Starting does not wait: `hello` does.
+class WorkerProcess(ChildProcess):
+    """A worker behind its guard (guard.py), which is the child. Starting does not wait: `hello` does.
 
     Args:
       names: the rewards.
@@ -47,27 +42,15 @@ class WorkerProcess:
     """
 
     def __init__(self, names: Sequence[str], memory: int, code: CodeOptions | None = None) -> None:
+        super().__init__(
+            guard.__name__,
+            {"names": names, "memory": memory, "code": code, "parent": os.getpid()},
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # a reward may import jax; the accelerator is the parent's
+            process_group=0,  # Ctrl-C is for the parent alone
+        )
         self._count = len(names)
         self._hello: RewardWorkerHello | None = None
         self._number = 0  # of the last message
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            settings = {
-                "names": names,
-                "memory": memory,
-                "code": code,
-                "socket": theirs.fileno(),
-                "parent": os.getpid(),
-            }
-            self._guard = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(guard.__name__), json.dumps(settings | {"path": sys.path})],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # thousands of arbitrary answers would flood the console
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # a reward may import jax; the accelerator is the parent's
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the parent alone
-            )
 
     def hello(self) -> RewardWorkerHello:
         """Return what the worker said first; wait for it. Raises Lost."""
@@ -114,17 +97,15 @@ class WorkerProcess:
 
     def end(self) -> str:
         """End the worker and all that it started; return how it had ended, if it had."""
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the worker
-        self._channel.close()
+        self.hang_up()
         with contextlib.suppress(ProcessLookupError):
             for number in (signal.SIGCONT, signal.SIGTERM):
-                self._guard.send_signal(number)
+                self.process.send_signal(number)
         try:
-            status = self._guard.wait(END_SECONDS)
+            status = self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # something below it cannot be killed, as on a lost network disk
-            self._guard.kill()
-            status = self._guard.wait()
+            self.process.kill()
+            status = self.process.wait()
         ended_by = -status if status < 0 else status - 128
         is_signal = ended_by in set(signal.Signals)
         return f"was ended by {signal.Signals(ended_by).name}" if is_signal else f"ended with status {status}"
@@ -132,7 +113,7 @@ class WorkerProcess:
     def _send(self, message: Sequence[object], seconds: float) -> None:
         self._number += 1
         try:
-            send(self._channel, [self._number, *message], seconds)
+            self.send([self._number, *message], seconds)
         except TimeoutError:
             raise
         except OSError:
@@ -148,7 +129,7 @@ class WorkerProcess:
 
     def _receive(self, seconds: float) -> object:
         try:
-            return receive(self._channel, seconds, MAX_REPLY)
+            return self.receive(seconds, MAX_REPLY)
         except TimeoutError:
             raise
         except (EOFError, OSError):

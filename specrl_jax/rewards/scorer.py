@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,8 @@ from specrl_jax.rewards.environments.session import BUILT_IN as ENVIRONMENTS
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.function import file_of
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, RewardInput
-from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.pool import DEFAULT, WorkerOptions, Workers
 from specrl_jax.rewards.worker import CODE, NAMES
-from specrl_jax.rewards.worker_group import DEFAULT, WorkerOptions
 
 MAX_NAMES = 64  # different parts in one batch
 
@@ -232,11 +231,7 @@ def make_environment(name: str, workers: WorkerOptions) -> EnvironmentWorkers | 
 
 def check_environment(name: str) -> None:
     """Raise InputError for an unknown environment. Import no user's class."""
-    if name not in ENVIRONMENTS and not _PATH.fullmatch(name):
-        known = ", ".join(ENVIRONMENTS)
-        raise InputError(
-            f"environment.name: no environment '{name}'; there are {known}, package.module:Class and FILE.py:Class"
-        )
+    _check_name("environment", name, ENVIRONMENTS, form="Class")
 
 
 def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
@@ -244,12 +239,16 @@ def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
     if not names:
         raise InputError("reward.name: name at least one reward")
     for name in names:
-        if name not in NAMES and not _PATH.fullmatch(name):
-            known = ", ".join(NAMES)
-            raise InputError(
-                f"reward.name: no reward '{name}'; there are {known}, package.module:function and FILE.py:function"
-            )
+        _check_name("reward", name, NAMES, form="function")
     if len(set(map(label, names))) < len(names):
         raise InputError(f"reward.name: a reward is named twice in {', '.join(names)}")
     if weights and len(weights) != len(names):
         raise InputError(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
+
+
+def _check_name(kind: str, name: str, known: Collection[str], *, form: str) -> None:
+    if name not in known and not _PATH.fullmatch(name):
+        listed = ", ".join(known)
+        raise InputError(
+            f"{kind}.name: no {kind} '{name}'; there are {listed}, package.module:{form} and FILE.py:{form}"
+        )

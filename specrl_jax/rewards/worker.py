@@ -10,8 +10,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
+from specrl_jax.frames import receive, send
 from specrl_jax.rewards import formats, symbolic, verifiable
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward
 from specrl_jax.rewards.environments import session
@@ -25,8 +26,6 @@ from specrl_jax.rewards.messages import (
     Context,
     Outcome,
     RewardInput,
-    receive,
-    send,
 )
 from specrl_jax.rewards.thought import with_prefilled
 from specrl_jax.rewards.verifiable import Reward
@@ -77,7 +76,7 @@ def serve(channel: socket.socket, names: Sequence[str], memory: int, *, code: ob
     send(channel, hello)
     while True:
         try:
-            number, *task = cast(list, receive(channel))
+            number, *task = receive(channel)
         except EOFError:
             return
         if not task:

@@ -15,10 +15,10 @@ import threading
 import time
 
 from specrl_jax import distributed
+from specrl_jax.coordinator import Agreement
 from specrl_jax.decoding.broadcast import Broadcast, alone
 from specrl_jax.errors import Stopped
 from specrl_jax.planning.plan import Plan
-from specrl_jax.process_groups import Agreement
 from specrl_jax.rollout.devices import Devices
 from specrl_jax.rollout.generate import (
     NOTHING_PREFETCHED,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from specrl_jax.config import Config
+from specrl_jax.coordinator import Agreement
 from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
 from specrl_jax.data.turns import end_of_turn_fault
 from specrl_jax.decoding.drafters import NO_DRAFTER
@@ -14,7 +15,6 @@ from specrl_jax.decoding.engine import Engine, shares
 from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.planning.plan import Plan, draft_lengths, sampling_of
-from specrl_jax.process_groups import Agreement
 from specrl_jax.rollout.inference_engine import (
     InferenceConfig,
     PrepareStep,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import queue
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,8 +17,9 @@ from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.turns import Turn, TurnAnswer
 from specrl_jax.errors import InputError
-from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers
 from specrl_jax.rewards.messages import Context, Outcome
+from specrl_jax.rewards.pool import Replies, Reply, received
 from specrl_jax.rewards.scorer import Scorer, Scores
 
 # Around what an environment says, where the tokenizer has no chat template.
@@ -81,7 +81,7 @@ class Conversations:
             _Log(workers.open(row_of(one.problem), one.seed), one.failed) for one in openings for _ in range(samples)
         ]
         self._requests = {log.conversation.session: request for request, log in enumerate(self._logs)}
-        self._replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
+        self._replies = Replies()
 
     @property
     def turn_tokens(self) -> int:
@@ -95,7 +95,7 @@ class Conversations:
         text = self._tokenizer.decode(log.tokens)
         log.cut, log.eos = not turn.ended, turn.eos
         if log.never_began:
-            self._replies.put(TurnResult(log.conversation.session, log.never_began, 0.0))
+            self._replies.put(Reply(log.conversation.session, log.never_began, 0.0))
         else:
             self._workers.submit(log.conversation, text, list(log.turns), replies=self._replies)
         log.turns.append(text)
@@ -104,8 +104,8 @@ class Conversations:
         """Return what environments said since the last call; wait up to `seconds` for the first."""
         return [self._answer(reply) for reply in received(self._replies, seconds)]
 
-    def _answer(self, reply: TurnResult) -> TurnAnswer:
-        request = self._requests[reply.session]
+    def _answer(self, reply: Reply) -> TurnAnswer:
+        request = self._requests[reply.number]
         log, outcome = self._logs[request], reply.outcome
         log.seconds += reply.seconds
         log.outcomes.append(outcome)
@@ -117,7 +117,6 @@ class Conversations:
                 return TurnAnswer(request, self._format.tokens(outcome.messages, log.eos))
             except InputError as error:
                 log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
-        self._workers.release(log.conversation)
         return TurnAnswer(request, None, cut)
 
     def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, *, waiting: Callable[[], None]) -> Scores:
@@ -126,8 +125,6 @@ class Conversations:
         One whose environment failed has no reward.
         """
         logs = [self._logs[row] for row in rows]
-        for log in logs:  # one whose last answer left no room is still open
-            self._workers.release(log.conversation)
         alive = np.array([log.failed is None for log in logs])
         environment_rewards = np.array(
             [sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs]
@@ -237,7 +234,7 @@ def begin_conversations(
     workers, longest = scorer.environment, config.rollout.max_prompt_tokens
     assert workers is not None, "the config names an environment"
     format = TurnFormat(tokenizer, TEMPLATE, config.data.thinking)
-    replies: queue.SimpleQueue[TurnResult | BaseException] = queue.SimpleQueue()
+    replies = Replies()
     openings = dict[int, Opening]()  # by session
     for problem in problems:
         seed = zlib.crc32(f"{config.rollout.seed}:{step}:{problem.prompt}:{problem.answer}".encode())
@@ -248,8 +245,8 @@ def begin_conversations(
     while unopened:
         for reply in received(replies, 1.0):
             unopened -= 1
-            opening = openings[reply.session]
-            openings[reply.session] = _opened(opening, reply.outcome, tokenizer, format=format, longest=longest)
+            opening = openings[reply.number]
+            openings[reply.number] = _opened(opening, reply.outcome, tokenizer, format=format, longest=longest)
         waiting()
     opened = list(openings.values())
     turns = Conversations(workers, config.environment, tokenizer, format=format, openings=opened, samples=samples)
@@ -279,16 +276,3 @@ def row_of(problem: Problem) -> dict[str, object]:
     """Return the row that an environment begins with: its prompt is text, or chat messages where the file has them."""
     messages = [{"role": message["role"], "content": str(message["content"])} for message in problem.messages]
     return {**problem.row, "prompt": messages or str(problem.prompt), "answer": problem.answer}
-
-
-def received(replies: "queue.SimpleQueue[TurnResult | BaseException]", seconds: float) -> list[TurnResult]:
-    """Return all replies that are there; wait up to `seconds` for the first. Raises what a worker's thread raised."""
-    found = list[TurnResult]()
-    try:
-        while True:
-            reply = replies.get(timeout=seconds) if seconds and not found else replies.get_nowait()
-            if isinstance(reply, BaseException):
-                raise reply
-            found.append(reply)
-    except queue.Empty:
-        return found

@@ -21,8 +21,9 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.decoding.stop_texts import StopTexts, make_stop_texts
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
-from specrl_jax.drafts.weights import Caches, Weights, checksum
+from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
+from specrl_jax.io.digests import checksum
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder.expert_record import init_record

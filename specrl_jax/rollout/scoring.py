@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from specrl_jax.config import Config, RewardConfig
 from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import RewardInput
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.sandbox.choose import choose
 from specrl_jax.rewards.sandbox.limits import Limits
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
-from specrl_jax.rewards.worker_group import WorkerOptions
 
 
 def make_scorer(config: Config, first: Sequence[RewardInput], own: Sequence[OwnAnswer] = ()) -> Scorer:

@@ -24,10 +24,11 @@ from specrl_jax.data.special import read_recorded
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.requests import CallOptions
-from specrl_jax.drafts.weights import Weights, checksum
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.agreement import digest
+from specrl_jax.io.digests import checksum
 from specrl_jax.io.progress import Display
 from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike

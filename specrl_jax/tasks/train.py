@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 
 from specrl_jax.config import Config
-from specrl_jax.distributed import is_first_process, refused_together
+from specrl_jax.coordinator import refused_together
+from specrl_jax.distributed import is_first_process
 from specrl_jax.io.metrics import StepMetrics, read_metrics
 from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open, with_values
 from specrl_jax.config.validate import validate
+from specrl_jax.coordinator import agree, exchange, refused_together
 from specrl_jax.data.schemas import AUTO
 from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
-from specrl_jax.distributed import agree, exchange, is_first_process, refused_together
+from specrl_jax.distributed import is_first_process
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import has_begun, try_workdir
 from specrl_jax.learner.batch import least_pass

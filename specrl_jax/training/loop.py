@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.errors import RunFailed, Stopped, WorkersFailed, system_line
 from specrl_jax.io.agreement import named_files
 from specrl_jax.io.metrics import MetricsWriter, StepMetrics, read_metrics
@@ -69,7 +69,7 @@ def training_steps(
     )
     with run.display, contextlib.ExitStack() as ending:
         try:
-            with distributed.leave_with_others():
+            with coordinator.leave_with_others():
                 run.wait_for_workers()
                 if run.step < run.config.steps and jax.process_count() == 1:
                     ending.callback(run.compile_beside().close)
@@ -112,7 +112,7 @@ class _Run:
         grpo = self.config.grpo
         self.stream = self.problems.stream(1 if grpo.oversample else grpo.prompts_per_step)
         self.checkpoints = open_checkpoints(self.config, self.workdir)
-        with distributed.refused_together():  # before the checkpoint is: a damaged file is found before long work
+        with coordinator.refused_together():  # before the checkpoint is: a damaged file is found before long work
             written = read_metrics(self.workdir) if distributed.is_first_process() else []
         self.files = named_files(dataclasses.asdict(self.config))  # as they are now, for whoever resumes
         start = start_run(learner, rollout, self.checkpoints, stream=self.stream)

@@ -6,12 +6,12 @@ import struct
 import numpy as np
 import pytest
 
+from specrl_jax.coordinator import _CODES
 from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import Stopped
-from specrl_jax.process_groups import _CODES
 from tests.helpers import toys
 
 TABLE, DRAFTS = toys.make_table(0, 4), np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)

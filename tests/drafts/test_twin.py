@@ -15,8 +15,8 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.twin import whole
-from specrl_jax.drafts.weights import checksum
 from specrl_jax.errors import InputError
+from specrl_jax.io.digests import checksum
 from specrl_jax.models import decoder
 from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner

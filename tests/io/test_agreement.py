@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax import distributed
+from specrl_jax import coordinator
 from specrl_jax.config import from_config_dict
 from specrl_jax.errors import InputError
 from specrl_jax.io import agreement
@@ -65,10 +65,10 @@ def refuse(monkeypatch, *processes):
             assert value == sent[i]
             return sent
 
-        monkeypatch.setattr(distributed, "exchange", exchange)
-        monkeypatch.setattr(distributed.global_state, "process_id", i)
+        monkeypatch.setattr(coordinator, "exchange", exchange)
+        monkeypatch.setattr(coordinator.global_state, "process_id", i)
         with pytest.raises(InputError) as refused:
-            distributed.agree(own)
+            coordinator.agree(own)
         messages.append(str(refused.value))
     return messages
 
@@ -78,7 +78,7 @@ def text(one):
 
 
 def hashed(one):
-    return distributed.hashlib.blake2b(text(one).encode()).hexdigest()
+    return coordinator.hashlib.blake2b(text(one).encode()).hexdigest()
 
 
 def changed_name(before, after, monkeypatch):
@@ -178,4 +178,4 @@ def test_other_weights_of_equal_size_have_another_digest(tmp_path):
 def test_a_single_process_reads_nothing(monkeypatch):
     monkeypatch.setattr(agreement, "facts", lambda *_: pytest.fail("read"))
     agreement.check_agreement({}, "runs/one")
-    assert distributed.exchange("x") == ["x"] and jax.process_count() == 1
+    assert coordinator.exchange("x") == ["x"] and jax.process_count() == 1

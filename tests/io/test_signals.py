@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.errors import Stopped
 from specrl_jax.io.signals import raise_once_set, stopped_as
 from tests.helpers.long import long_but
@@ -66,12 +66,12 @@ class Coordinator:
 
 def test_an_event_set_in_one_process_is_set_in_all(monkeypatch):
     state = types.SimpleNamespace(client=Coordinator(), num_processes=2)
-    monkeypatch.setattr(distributed, "global_state", state)
-    monkeypatch.setattr(distributed, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(coordinator, "global_state", state)
+    monkeypatch.setattr(coordinator, "LOOK_SECONDS", 0.01)
     events = [threading.Event(), threading.Event()]
     for event in events:
-        monkeypatch.setattr(distributed, "_exchanges", iter([7]))  # each is one process
-        distributed.share_event(event)
+        monkeypatch.setattr(coordinator, "_exchanges", iter([7]))  # each is one process
+        coordinator.share_event(event)
     time.sleep(0.1)
     assert not any(event.is_set() for event in events)
     events[1].set()

@@ -20,10 +20,10 @@ from specrl_jax.rewards.code.extract import extract_program
 from specrl_jax.rewards.code.forms import parse_tests
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward, fault_of_tests
 from specrl_jax.rewards.messages import Context
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.sandbox.choose import Chosen, choose
 from specrl_jax.rewards.sandbox.limits import Limits, Ran, Run
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 from specrl_jax.rollout.scoring import make_scorer
 from tests.helpers import sandboxes
 

@@ -11,8 +11,8 @@ import pytest
 from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.rewards.function import Returned, call, load, read
 from specrl_jax.rewards.messages import Context, RewardInput
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.helpers.runs import ROOT
 
 CONTEXT = Context("2+2", {"level": "hard"}, [4, 5])

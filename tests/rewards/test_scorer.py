@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from specrl_jax.errors import InputError, RunFailed, Stopped
+from specrl_jax.frames import receive, send
+from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards import process as worker_process
-from specrl_jax.rewards import worker, worker_group
 from specrl_jax.rewards.function import Function
-from specrl_jax.rewards.messages import Context, Outcome, RewardInput, receive, send
-from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.messages import Context, Outcome, RewardInput
+from specrl_jax.rewards.pool import WorkerOptions, Workers
 from specrl_jax.rewards.sandbox.limits import GIB
 from specrl_jax.rewards.scorer import OwnAnswer, Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.rewards import random_answers
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_workers_killed_while_idle_are_replaced(seconds):
 def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch):
     (tmp_path / "aborts.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(worker_group, "LOSSES", 2)
+    monkeypatch.setattr(pool, "LOSSES", 2)
     workers = Workers(("aborts:f",), WorkerOptions(2, 1.0, 1.0))
     with pytest.raises(RunFailed, match=r"^reward workers die: 4 times in a row; the last was ended by SIGABRT$"):
         workers.score([RewardInput("#1", "1")] * 3)
@@ -369,7 +369,7 @@ def test_workers_import_no_jax_with_the_parents_main_module(tmp_path):
     program = """
         import jax
         from specrl_jax.rewards.scorer import Scorer
-        from specrl_jax.rewards.worker_group import WorkerOptions
+        from specrl_jax.rewards.pool import WorkerOptions
         with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=WorkerOptions(1)) as scorer:
             print(scorer(["a"], ["b"]).total)
     """
@@ -389,7 +389,7 @@ def run_program(tmp_path, program, **options):
 BUSY = f"""
     import contextlib, psutil, threading, time
     from specrl_jax.rewards.scorer import Scorer
-    from specrl_jax.rewards.worker_group import WorkerOptions
+    from specrl_jax.rewards.pool import WorkerOptions
     scorer = Scorer(("{OBEY}",), workers=WorkerOptions(3, timeout=1000))
     scorer(["fine"] * 100, [""] * 100)
     def work():
@@ -441,7 +441,7 @@ def test_only_the_parent_receives_an_interrupt(tmp_path, when):
     program = f"""
         import signal, time
         from specrl_jax.rewards.scorer import Scorer
-        from specrl_jax.rewards.worker_group import WorkerOptions
+        from specrl_jax.rewards.pool import WorkerOptions
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         scorer = Scorer(("{OBEY}" if "{when}" == "busy" else "math",), workers=WorkerOptions(2, timeout=1000))
         try:
@@ -470,7 +470,7 @@ def test_only_the_parent_receives_an_interrupt(tmp_path, when):
 def test_workers_print_nothing(tmp_path):
     program = f"""
         from specrl_jax.rewards.scorer import Scorer
-        from specrl_jax.rewards.worker_group import WorkerOptions
+        from specrl_jax.rewards.pool import WorkerOptions
         hostile = ["noise", "crash", "fail", "exit 1"] * 3
         for names in [("{OBEY}",), ("math",)]:
             with Scorer(names, workers=WorkerOptions(2)) as scorer:

@@ -8,9 +8,8 @@ import pytest
 
 from specrl_jax.errors import RunFailed
 from specrl_jax.rewards.messages import Outcome, RewardInput, parse_outcome
-from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.pool import WorkerOptions, Workers
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.rewards.test_scorer import run_program, wait_for_end
 
 FORKS = "tests.rewards.forks"
@@ -30,7 +29,7 @@ def test_what_a_worker_started_ends_with_it(end):
     """A fork, a child in its own session, a daemon and a chain of forks; the worker is killed, dies, or is closed."""
     earlier = {p.pid for p in descendants()}  # of other tests in this process, as a tracker of shared memory
     with Scorer((f"{FORKS}:start",), workers=WorkerOptions(1, timeout=3.0)) as scorer:
-        guard = scorer._workers._workers[0]._guard.pid
+        guard = scorer._workers._workers[0].process.pid
         seen = {}
 
         def watch():
@@ -54,7 +53,7 @@ def test_what_a_worker_started_ends_with_a_killed_run(tmp_path, stopped):
     program = f"""
         import psutil, threading, time
         from specrl_jax.rewards.scorer import Scorer
-        from specrl_jax.rewards.worker_group import WorkerOptions
+        from specrl_jax.rewards.pool import WorkerOptions
         scorer = Scorer(("{FORKS}:start",), workers=WorkerOptions(1, timeout=1000))
         scorer(["{FORMS}"], [""])
         print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
@@ -80,7 +79,7 @@ def test_a_fork_that_returns_is_not_heard():
 
 def family(scorer):
     """The processes of the only worker: outer guard, inner guard, worker, and those that it has started."""
-    outer = psutil.Process(scorer._workers._workers[0]._guard.pid)
+    outer = psutil.Process(scorer._workers._workers[0].process.pid)
     return [outer, *outer.children(recursive=True)]
 
 

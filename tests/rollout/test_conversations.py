@@ -25,10 +25,10 @@ from specrl_jax.learner.build import make_learner
 from specrl_jax.planning import plan
 from specrl_jax.planning.plan import find_limits, make_plan
 from specrl_jax.planning.problems import load_problems
-from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, TurnResult
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers
 from specrl_jax.rewards.messages import Context, Outcome
+from specrl_jax.rewards.pool import Reply, WorkerOptions
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.rewards.worker_group import WorkerOptions
 from specrl_jax.rollout import groups
 from specrl_jax.rollout.build import make_rollout
 from specrl_jax.rollout.conversations import Conversations, Opening, begin_conversations, row_of
@@ -162,10 +162,8 @@ def test_rewards_get_the_last_turn_and_what_the_conversation_began_with(opens):
     assert {tokenizer.decode(list(tokens)) for tokens in answers.values()} == {"[go on]"}
     assert say(talks, tokenizer, "end", 0) == {0: None}
     say(talks, tokenizer, "last", 1)
-    assert opens.environment._holders
     talks.scores(rollouts_of(1), np.arange(2), opens, waiting=lambda: None)
     assert opens.rows == [(text, Context("begin", row, tokenizer.encode(text))) for text in ("end", "last")]
-    assert not opens.environment._holders
 
 
 def test_an_environment_gets_the_prompt_before_the_chat_template():
@@ -199,10 +197,7 @@ class Told:
         return Conversation(next(self.opened), row, seed)
 
     def submit(self, conversation, text, turns, replies):
-        replies.put(TurnResult(conversation.session, self.left[conversation.session].pop(0), 0.0))
-
-    def release(self, conversation):
-        pass
+        replies.put(Reply(conversation.session, self.left[conversation.session].pop(0), 0.0))
 
 
 def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():

@@ -3,6 +3,7 @@
 import pathlib
 import types
 
+from specrl_jax import frames
 from specrl_jax.rewards.sandbox import judging, programs, values
 
 _LOAD = """
@@ -17,7 +18,7 @@ exec(compile(MAIN, "main", "exec"), {"__name__": "__main__"})
 
 def bundle(main: types.ModuleType) -> str:
     """Return a program that does what `main` does, which may import from the modules that run programs and tests."""
-    sources = {module.__name__: _text(module) for module in (values, programs, judging)}
+    sources = {module.__name__: _text(module) for module in (frames, values, programs, judging)}
     return f"SOURCES = {sources!r}\nMAIN = {_text(main)!r}\n{_LOAD}"
 
 

@@ -12,16 +12,17 @@ import collections
 import contextlib
 import functools
 import inspect
-import io
 import json
 import os
+import socket
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from specrl_jax.rewards.sandbox.programs import MODULE, execute, read, read_job, to_its_end, write
+from specrl_jax.frames import receive, send
+from specrl_jax.rewards.sandbox.programs import LONGEST, MODULE, execute, read_job, to_its_end
 from specrl_jax.rewards.sandbox.values import decode, encode
 
 Ask = Callable[..., Any]
@@ -54,7 +55,7 @@ for _kind in ("len", "iter", "next", "bool", "str", "repr"):
     setattr(Remote, f"__{_kind}__", lambda self, kind=_kind: self._ask(kind, self))
 
 
-def _asker(peer: io.FileIO) -> Ask:
+def _asker(peer: socket.socket) -> Ask:
     """Return a function that asks `serve`, and raises what the program raised."""
     remotes: dict[int, Remote] = {}
 
@@ -67,8 +68,8 @@ def _asker(peer: io.FileIO) -> Ask:
         return remotes.setdefault(ref, Remote(ask, ref))
 
     def ask(*question: Any, given: tuple[Any, ...] = ()) -> Any:
-        write(peer, encode(list(question), refer))
-        reply = read(peer)
+        send(peer, encode(list(question), refer))
+        reply = receive(peer, longest=LONGEST)
         if "error" in reply:
             names, text = reply["error"]
             raise _error(map(str, names), str(text), question[0])
@@ -103,7 +104,7 @@ def _update(before: Any, after: Any) -> None:
 
 def check(job_file: int, peer_file: int, result_file: int) -> int:
     """Run tests of the program behind `peer_file`; tell `result_file` how many of how many passed."""
-    job, peer = read_job(job_file), io.FileIO(peer_file, "r+")
+    job, peer = read_job(job_file), socket.socket(fileno=peer_file)
     outcome = {"passed": 0, "total": 1}
 
     def judge() -> None:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import socket
 import sys
 import threading
 import traceback
@@ -18,6 +19,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from specrl_jax.frames import receive, send
 from specrl_jax.rewards.sandbox.values import decode, encode
 
 MODULE = "solution"  # the name under which tests import the program
@@ -118,7 +120,7 @@ def read_job(file: int) -> dict[str, Any]:
 
 def serve(job_file: int, peer_file: int) -> int:
     """Run a program, then answer what `check` asks of it, until that ends."""
-    job, peer = read_job(job_file), io.FileIO(peer_file, "r+")
+    job, peer = read_job(job_file), socket.socket(fileno=peer_file)
 
     def answer() -> None:
         namespace = execute(PRELUDE, MODULE)
@@ -137,7 +139,7 @@ def serve(job_file: int, peer_file: int) -> int:
 
         while True:
             try:
-                question = read(peer)
+                question = receive(peer, longest=LONGEST)
             except EOFError:  # the tests have ended
                 return
             try:
@@ -146,7 +148,7 @@ def serve(job_file: int, peer_file: int) -> int:
                 reply = {"value": encode(_do(kind, target, values), refer), "given": encode(list(given), refer)}
             except BaseException as error:
                 reply = {"error": [[kind.__name__ for kind in type(error).__mro__], str(error)]}
-            write(peer, reply)
+            send(peer, reply)
 
     return to_its_end(answer)
 
@@ -164,28 +166,3 @@ def _do(kind: str, target: Any, values: list[Any]) -> Any:
     if kind == "set":
         return setattr(target, values[0], values[1])
     return getattr(builtins, kind)(target) if kind in ("len", "iter", "next", "str", "repr", "bool") else None
-
-
-def write(peer: io.FileIO, message: object) -> None:
-    """Write a message to the process at the other end."""
-    content = json.dumps(message).encode()
-    content = len(content).to_bytes(8, "big") + content
-    while content:
-        content = content[peer.write(content) :]
-
-
-def read(peer: io.FileIO) -> Any:
-    """Return the next message. Raises EOFError where the other process has ended, ValueError for what is too long."""
-    return json.loads(_read_exactly(peer, int.from_bytes(_read_exactly(peer, 8), "big")))
-
-
-def _read_exactly(peer: io.FileIO, count: int) -> bytes:
-    if count > LONGEST:
-        raise ValueError("a value that is too long")
-    content = b""
-    while len(content) < count:
-        piece = peer.read(count - len(content))
-        if not piece:
-            raise EOFError("the program has ended")
-        content += piece
-    return content

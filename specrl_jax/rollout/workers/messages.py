@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from specrl_jax.coordinator import unless_within
 from specrl_jax.decoding.rollouts import NO_VERSION, Rollouts, WeightsVersion
-from specrl_jax.distributed import from_bytes, to_bytes, unless_within
 from specrl_jax.errors import InputError
+from specrl_jax.serialize import from_bytes, to_bytes
 
 ADDRESS = "workers.json"  # in the workdir
 # A machine that is gone without a word is noticed after about half a minute: seconds until the first question, between

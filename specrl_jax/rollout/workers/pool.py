@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self
 
-from specrl_jax.distributed import first_difference
+from specrl_jax.coordinator import first_difference
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import WorkersFailed
 from specrl_jax.rollout.workers import transfer

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import json
+import queue
 import secrets
 import socket
 import threading
@@ -18,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from specrl_jax import distributed
+from specrl_jax import coordinator, distributed
 from specrl_jax.config import Config
 from specrl_jax.decoding.broadcast import Broadcast
 from specrl_jax.decoding.rollouts import Rollouts
@@ -110,7 +111,7 @@ class First:
                 for connection in self._connections:
                     send(connection, Request(self._call, found))
         except OSError as error:
-            raise distributed.has_left(error) from None
+            raise coordinator.has_left(error) from None
         return found
 
     def _offers(self, call: int) -> list[Offer] | None:
@@ -135,11 +136,10 @@ class Other:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._server = connection, transfer.start_server(own_address(connection))
+        self._rollouts = queue.SimpleQueue[Rollouts | None]()  # None: the first process has left, or this one does
         self._changed = threading.Condition()  # guards what follows
         self._call = 0
         self._weights: Weights | None = None
-        self._rollouts: Rollouts | None = None
-        self._left = False  # the first process has, or this one does
         threading.Thread(target=self._serve, name="weights for workers", daemon=True).start()
 
     def metrics(self) -> dict[str, int | float]:
@@ -165,11 +165,8 @@ class Other:
     ) -> Rollouts:
         """Return the rollouts that the first process sends."""
         self.together(weights, work, agree, on_progress=on_progress)
-        with self._changed:
-            self._changed.wait_for(lambda: self._rollouts is not None or self._left)
-            found, self._rollouts = self._rollouts, None
-        if found is None:
-            raise distributed.has_left(ConnectionError("no rollouts came from the first process"))
+        if (found := self._rollouts.get()) is None:
+            raise coordinator.has_left(ConnectionError("no rollouts came from the first process"))
         return found
 
     def _set(self, call: int, weights: Weights | None) -> None:
@@ -185,15 +182,11 @@ class Other:
                 if request.rollouts is None:
                     send(self._connection, OfferReply(self._offer(request.call)))
                 else:
-                    with self._changed:
-                        self._rollouts = request.rollouts
-                        self._changed.notify_all()
+                    self._rollouts.put(request.rollouts)
         except (EOFError, OSError):  # the first process says why
             pass
         finally:
-            with self._changed:
-                self._left = True
-                self._changed.notify_all()
+            self._rollouts.put(None)
 
     def _offer(self, call: int) -> Offer | None:
         with self._changed:
@@ -213,7 +206,7 @@ def open_workers(config: Config, workdir: str) -> Iterator[First | Other]:
     with contextlib.ExitStack() as ending:
         for connection in connections:
             ending.enter_context(connection)
-        with distributed.refused_together():
+        with coordinator.refused_together():
             process: First | Other
             if distributed.is_first_process():
                 facts = worker_facts(dataclasses.asdict(config), workdir)
@@ -234,12 +227,12 @@ def connect_processes(host: str) -> list[Connection]:
     if jax.process_count() == 1:
         return []
     server, key = None, secrets.token_bytes(32)
-    with distributed.refused_together():
+    with coordinator.refused_together():
         if distributed.is_first_process():
             server = listen(host)
     here = json.dumps([*server.getsockname(), key.hex()]) if server else ""
-    address = Address(*json.loads(distributed.exchange(here)[0]))
-    with distributed.refused_together():
+    address = Address(*json.loads(coordinator.exchange(here)[0]))
+    with coordinator.refused_together():
         if server is None:
             return [_connect(address)]
         with server:

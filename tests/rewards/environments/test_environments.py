@@ -13,9 +13,9 @@ from specrl_jax.rewards.environments.guessing import Guessing
 from specrl_jax.rewards.environments.session import Sessions, load, read_step
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.messages import NotScored, Outcome
+from specrl_jax.rewards.pool import WorkerOptions
 from specrl_jax.rewards.scorer import Scorer, make_environment
 from specrl_jax.rewards.verifiable import exact
-from specrl_jax.rewards.worker_group import WorkerOptions
 from tests.helpers.runs import ROOT
 from tests.rewards.environments.strange import GARBAGE, Strange
 
@@ -41,7 +41,7 @@ def talk(workers, *texts, seed=7, conversation=None):
     for i, text in enumerate(texts):
         workers.submit(conversation, text, list(texts[:i]), replies=replies)
         reply = replies.get(timeout=100)
-        assert reply.session == conversation.session
+        assert reply.number == conversation.session
         found.append(reply.outcome)
     return found
 
@@ -115,17 +115,15 @@ def test_a_conversation_goes_on_and_is_repeated_where_it_is_not_known():
 
 
 def test_conversations_that_have_ended_are_forgotten(strange):
-    """By their environment, or by a limit; one that only begins is held by nobody."""
+    """Where their environment ends them; one that only begins is held by nobody."""
     first, second = strange.open({}, 0), strange.open({}, 1)
     replies = queue.SimpleQueue()
     strange.submit(strange.open({}, 2), "", None, replies=replies)
     assert replies.get(timeout=100).outcome.messages == []
     talk(strange, "a", "b", conversation=first)
     talk(strange, "a", "end", conversation=second)
-    assert strange._holders.keys() == {first.session}
-    strange.release(first)
-    assert not strange._holders
-    # Where a limit was not one after all, it is repeated.
+    assert [session for held in strange._open for session in held] == [first.session]
+    # Where a limit was not one after all, it goes on.
     replies = queue.SimpleQueue()
     strange.submit(first, "c", ["a", "b"], replies=replies)
     assert replies.get(timeout=100).outcome.messages[0]["content"].split()[:2] == ["0", "3"]
@@ -156,7 +154,7 @@ def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(mon
             said = self.sessions(rows[0].response, "", row=rows[0].context.row)
             yield Outcome((said.reward,), messages=said.messages), False
 
-    monkeypatch.setattr("specrl_jax.rewards.worker_group.WorkerProcess", InThisProcess)
+    monkeypatch.setattr("specrl_jax.rewards.pool.WorkerProcess", InThisProcess)
     for module in ("workers", "session"):
         monkeypatch.setattr(f"specrl_jax.rewards.environments.{module}.MOST_OPEN", 3)
     workers, replies, rng = workers_of(STRANGE, count=1, seconds=1.0), queue.SimpleQueue(), random.Random(0)
@@ -187,7 +185,7 @@ def test_a_failure_costs_its_own_conversation(strange, text):
     strange.submit(bad, text, [], replies=replies)
     for other in others:
         strange.submit(other, "b", ["a"], replies=replies)
-    found = {reply.session: reply.outcome for reply in (replies.get(timeout=100) for _ in range(5))}
+    found = {reply.number: reply.outcome for reply in (replies.get(timeout=100) for _ in range(5))}
     assert found[bad.session].failure == CAUSES.get(text, "error")
     for seed, other in enumerate(others):
         assert found[other.session].messages[0]["content"].split()[:2] == [str(seed), "2"]
@@ -218,7 +216,7 @@ def test_environments_that_cannot_be_loaded_are_refused():
 
 def test_workers_that_never_start_end_the_run(monkeypatch):
     workers = workers_of(STRANGE, count=1)
-    monkeypatch.setattr("specrl_jax.rewards.process._BOOT", "{0}; import sys; sys.exit(1)")
+    monkeypatch.setattr("specrl_jax.child_process._BOOT", "{0}; import sys; sys.exit(1)")
     replies = queue.SimpleQueue()
     workers.submit(workers.open({}, 0), "a", [], replies=replies)
     assert isinstance(replies.get(timeout=100), NotScored)

@@ -139,7 +139,7 @@ def test_a_stop_ends_the_call_in_all(pair):
 
 def test_a_process_that_left_is_seen_where_rollouts_are_given(pair, monkeypatch):
     first, other, agree, hears = pair
-    monkeypatch.setattr(processes.distributed, "has_left", lambda error: RuntimeError("left"))
+    monkeypatch.setattr(processes.coordinator, "has_left", lambda error: RuntimeError("left"))
     first._connections[0].close()
     with pytest.raises(RuntimeError, match="left"):
         first.rollouts(weights(1), lambda *_: rollouts_of(0), agree, on_progress=never)

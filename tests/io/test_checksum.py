@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.drafts.weights import checksum
+from specrl_jax.io.digests import checksum
 
 
 def tree():
