@@ -128,7 +128,7 @@ def test_the_bytes_of_tokens_join_to_those_of_the_text(text, tokenizer):
 def test_a_stop_text_may_be_the_name_of_a_control_token_and_one_that_no_tokens_spell_is_refused(tokenizer):
     (token, name), *_ = tokenizer.control.items()
     stops = find_stop_texts([name, "\u00fc"], tokenizer, tokenizer.vocab_size + 1)
-    assert stops.end(np.array([[token]]), np.zeros(1, int), np.ones(1, int)) == [True]
+    assert stops.ended(np.array([[token]]), np.zeros(1, int), np.ones(1, int)) == [True]
     with pytest.raises(InputError, match=r"rollout\.stop: .*spell '\u00fc'"):
         find_stop_texts(["yes", "\u00fc"], CharTokenizer(), 128)
 

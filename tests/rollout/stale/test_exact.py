@@ -67,7 +67,6 @@ def test_evaluations_by_an_engine_of_their_own_take_no_tokens_of_earlier_weights
     apart = run_of(tmp_path, "sync, 1 ahead", changes=greedy).rollout
     assert apart.engine.config.feature(Reverification) and apart.eval_engine.compiled is not apart.engine.compiled
     assert not any(one.config.feature(Reverification) for one in (apart.eval_engine, apart.greedy_engine))
-    assert not apart.eval_engine.config.versions
 
 
 def test_a_prompt_that_begins_early_has_the_start_that_the_tokenizer_puts_before_it(tmp_path, monkeypatch):
