@@ -165,7 +165,8 @@ def head(case: Case, k: int, count: int) -> Timed:
         embedded = weights.policy["embed"][token].astype(dtype)
         place = case.place(positions(B, 1))
         a, cache = case.draft.extend(weights.draft, a, embedded, pairs=place, cache=cache, partition=case.partition)
-        return depend_on(token, case.draft.logits(weights, a), i), a, cache
+        logits = case.draft.logits(weights, case.draft.lm_head_input(weights.draft, a))
+        return depend_on(token, logits, i), a, cache
 
     a = jnp.ones((B, 1, case.draft.config.embed), dtype)
     return loop(body, case.weights, (jnp.zeros((B, 1), jnp.int32), a, case.empty_cache().draft), count)
