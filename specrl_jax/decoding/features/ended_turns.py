@@ -8,6 +8,7 @@ neither the order of the answers nor preemption changes a token under `coupled`.
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,9 @@ class EndedTurns:
     """
 
     def __init__(self, batch: "ActiveBatch", turns: Turns | None, on_progress: Callable[[int, int], None]) -> None:
-        self._batch, self._turns, self._on_progress = batch, turns, on_progress
+        # A circle would keep weights and pages until the garbage collector runs.
+        self._batch: ActiveBatch = weakref.proxy(batch)
+        self._turns, self._on_progress = turns, on_progress
         self.waiting: dict[int, _Waiting] = {}  # by request; their rows hold still
         total = batch.scheduler.requests.total
         self._written: list[list[slice]] = [[] for _ in range(total)]  # of each request, by its environment
