@@ -12,12 +12,12 @@ from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.draft_lengths import Choice
 from specrl_jax.decoding.features.ended_turns import EndedTurns
-from specrl_jax.decoding.features.turns import Turns
 from specrl_jax.decoding.preemption import PreemptedRow, first_columns
 from specrl_jax.decoding.rollout_buffer import RolloutBuffer
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, Params
+from specrl_jax.decoding.turns import Turns
 
 
 class ActiveBatch(Generic[Params, Cache]):

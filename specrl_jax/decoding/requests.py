@@ -9,11 +9,11 @@ import numpy as np
 
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
-from specrl_jax.decoding.features.turns import Turns
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Params
+from specrl_jax.decoding.turns import Turns
 
 
 @dataclasses.dataclass(frozen=True)

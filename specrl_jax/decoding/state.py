@@ -13,13 +13,12 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
-from specrl_jax.decoding.features.base import Feature
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import PagePool, PageTable, tables
 
 Params = TypeVar("Params")
 Cache = TypeVar("Cache")
-Kind = TypeVar("Kind", bound=Feature)
+Kind = TypeVar("Kind")  # of feature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +42,13 @@ class EngineConfig:
     shards: int = 1  # D, data shards that split the slots
     prefill_tokens: int = 256  # most tokens of a prompt per forward of a prefill
     copies: tuple[str, ...] = ()  # mesh axes whose devices have copies of the weights and rows of their own
-    features: tuple[Feature, ...] = ()  # those that are on, one of a kind
+    features: tuple[Any, ...] = ()  # those that are on (features/base.py), one of a kind
 
     def feature(self, kind: type[Kind]) -> Kind | None:
         """Return the feature of a kind; None: it is off."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
-    def without(self, *kinds: type[Feature]) -> Self:
+    def without(self, *kinds: type) -> Self:
         """Return the config with features of some kinds off."""
         left = tuple(feature for feature in self.features if not isinstance(feature, kinds))
         return dataclasses.replace(self, features=left)
@@ -131,7 +130,7 @@ class Slots(Generic[Cache]):
         shared = {"lookup_cache": self.lookup_cache, "cache": self.cache, "pool": self.pool}
         return cast("Slots[Cache]", self.replace(**none | shared))  # type: ignore[attr-defined]
 
-    def with_features(self, features: Sequence[Feature], state_of: Callable[[Feature, Any], Any]) -> "Slots[Cache]":
+    def with_features(self, features: Sequence[Any], state_of: Callable[[Any, Any], Any]) -> "Slots[Cache]":
         """Return the slots with what `state_of` makes of each feature and its state."""
         states = {one.name: state_of(one, self.features.get(one.name)) for one in features}
         return cast("Slots[Cache]", self.replace(features=states))  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ from specrl_jax.data.problem import Problem
 from specrl_jax.data.special import literal_spans
 from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.data.turns import TurnFormat
-from specrl_jax.decoding.features.turns import Turn, TurnAnswer
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.turns import Turn, TurnAnswer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers
 from specrl_jax.rewards.messages import Context, Outcome

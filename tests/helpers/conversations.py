@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from specrl_jax.decoding.features.turns import TurnAnswer
+from specrl_jax.decoding.turns import TurnAnswer
 
 MOST_TURNS = 3
 

@@ -17,8 +17,8 @@ from specrl_jax.data.prompts import PromptFormat, parse_problem
 from specrl_jax.data.schemas import Schema
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.data.turns import TurnFormat
-from specrl_jax.decoding.features.turns import Turn
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.turns import Turn
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.learner.build import make_learner
 from specrl_jax.planning.plan import make_plan

@@ -1,17 +1,12 @@
 """The hooks by which the engine calls the features that are on, `EngineConfig.features`, in their order."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
 from kernels_pallas.verify.op import Verified
-
-if TYPE_CHECKING:
-    from specrl_jax.decoding.batch import ActiveBatch
-    from specrl_jax.decoding.programs import EnginePrograms, Program
-    from specrl_jax.decoding.requests import Requests
-    from specrl_jax.decoding.state import EngineConfig, PrefillBatch, Slots
+from specrl_jax.decoding.state import EngineConfig, PrefillBatch, Slots
 
 Lowerable = tuple[jax.stages.Wrapped, tuple[object, ...]]  # a jitted function and the arguments to lower it with
 
@@ -36,14 +31,14 @@ class Feature:
 
     # Traced into the engine's programs, in this order.
 
-    def empty(self, config: "EngineConfig", longest: int) -> Any:
+    def empty(self, config: EngineConfig, longest: int) -> Any:
         """Return the state of finished slots, arrays by row; `longest`: tokens of the longest draft."""
 
-    def start(self, state: Any, batch: "PrefillBatch", length: jax.Array) -> Any:
+    def start(self, state: Any, batch: PrefillBatch, length: jax.Array) -> Any:
         """Return the state after a refill, whose fresh rows answer prompts of `length` [B]."""
         return state
 
-    def begin(self, state: Any, slots: "Slots") -> Any:
+    def begin(self, state: Any, slots: Slots) -> Any:
         """Return the state as a chunk begins."""
         return state
 
@@ -59,34 +54,34 @@ class Feature:
         """Return the state after an iteration."""
         return state
 
-    def end(self, state: Any, slots: "Slots") -> Any:
+    def end(self, state: Any, slots: Slots) -> Any:
         """Return the state after a chunk, before finished rows lose their pages."""
         return state
 
-    # On the host.
+    # On the host. Requests, programs and the `ActiveBatch` are above this module, which leaves their types to features.
 
-    def at_once(self, config: "EngineConfig") -> int:
+    def at_once(self, config: EngineConfig) -> int:
         """Return the most drafts of a row that an iteration of its own programs verifies."""
         return 0
 
-    def describe(self, programs: "EnginePrograms", program: "Program", params: Any) -> Lowerable:
+    def describe(self, programs: Any, program: Any, params: Any) -> Lowerable:
         """Return one of its programs."""
         raise NotImplementedError(program.kind)
 
-    def refill_input(self, config: "EngineConfig", requests: "Requests", starts: dict[int, int]) -> Any:
+    def refill_input(self, config: EngineConfig, requests: Any, starts: dict[int, int]) -> Any:
         """Return its part of a refill's input, host arrays; `starts`: row -> request."""
 
-    def entered(self, batch: "ActiveBatch", state: Any, length: Any) -> None:
+    def entered(self, batch: Any, state: Any, length: Any) -> None:
         """Act on rows of `length` tokens that have entered the slots; `state`: its part of what was put there."""
 
-    def after_chunk(self, batch: "ActiveBatch") -> None:
+    def after_chunk(self, batch: Any) -> None:
         """Copy to the host what a chunk has left in the state."""
 
     def columns(self, state: Any) -> dict[str, Any]:
         """Return what rollouts keep of the state, by its name in `Rollouts.features`."""
         return {}
 
-    def collect(self, batch: "ActiveBatch", rows: np.ndarray) -> None:
+    def collect(self, batch: Any, rows: np.ndarray) -> None:
         """Copy to the host what finished rows have left elsewhere."""
 
     def ended(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray | bool:

@@ -10,18 +10,19 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
 from specrl_jax.core import stand_in
-from specrl_jax.decoding.features.turns import Extension, SeveralTurns, Turn, Turns
+from specrl_jax.decoding.compiled import CompiledFunctions
+from specrl_jax.decoding.features.turns import Extension, SeveralTurns
+from specrl_jax.decoding.preemption import PreemptedRow
 from specrl_jax.decoding.rollout_buffer import how_ended
 from specrl_jax.decoding.rollouts import Recorded, Rollouts
-from specrl_jax.decoding.scheduler import FREE
-
-if TYPE_CHECKING:
-    from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.scheduler import FREE, Scheduler
+from specrl_jax.decoding.state import EngineConfig, Slots
+from specrl_jax.decoding.turns import Turn, Turns
 
 # An environment that answers sooner than this keeps its slot: preemption and coming back take a few milliseconds.
 PATIENCE = 0.02
@@ -39,6 +40,37 @@ class _Waiting:
     answer: Sequence[int] | None = None  # to be appended; None: none yet
 
 
+class TurnBatch(Protocol):
+    """The part of an `ActiveBatch` that its ended turns use."""
+
+    scheduler: Scheduler
+    compiled: CompiledFunctions[Any, Any]
+    config: EngineConfig
+    params: Any
+    slots: Slots[Any]
+    counted: np.ndarray | None
+    iteration_pages: int
+    preempted: list[PreemptedRow]
+
+    @property
+    def finished(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def active(self) -> np.ndarray: ...
+    @property
+    def ready(self) -> list[PreemptedRow]: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def free(self) -> np.ndarray: ...
+    def fetch(self, tree: object) -> Any: ...
+    def run(self, kind: str, *arguments: object) -> Any: ...
+    def preempt(self, row: int) -> None: ...
+    def collect(self, rows: np.ndarray) -> None: ...
+    def collect_preempted(self, request: int) -> None: ...
+
+
 class EndedTurns:
     """Hands ended turns to their environments, and appends the answers; without environments a rollout is one turn.
 
@@ -46,9 +78,9 @@ class EndedTurns:
       on_progress: called with (finished rollouts, all rollouts) while only environments are at work.
     """
 
-    def __init__(self, batch: "ActiveBatch", turns: Turns | None, on_progress: Callable[[int, int], None]) -> None:
+    def __init__(self, batch: TurnBatch, turns: Turns | None, on_progress: Callable[[int, int], None]) -> None:
         # A circle would keep weights and pages until the garbage collector runs.
-        self._batch: ActiveBatch = weakref.proxy(batch)
+        self._batch: TurnBatch = weakref.proxy(batch)
         self._turns, self._on_progress = turns, on_progress
         self.waiting: dict[int, _Waiting] = {}  # by request; their rows hold still
         total = batch.scheduler.requests.total

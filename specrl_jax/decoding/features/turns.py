@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels_pallas.attention.types import Paging
 from specrl_jax.core import stand_in
@@ -16,41 +14,8 @@ from specrl_jax.decoding.features.base import Feature, Lowerable
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append
 from specrl_jax.decoding.pages import join, missing, pick, split, take, where_rows
+from specrl_jax.decoding.programs import EnginePrograms, Program
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, PrefillBatch, Slots
-
-if TYPE_CHECKING:
-    from specrl_jax.decoding.programs import EnginePrograms, Program
-
-
-class Turn(NamedTuple):
-    """A turn that the policy has ended."""
-
-    request: int  # of the call, prompt-major
-    tokens: np.ndarray  # [n] int32, what the policy wrote, the end-of-text token included
-    ended: bool  # by an end-of-text token or a stop text; else cut by a limit
-    eos: bool  # by an end-of-text token, its last one
-
-
-class TurnAnswer(NamedTuple):
-    """An environment's answer to a turn."""
-
-    request: int
-    tokens: Sequence[int] | None  # appended as they are, at least one; None: the rollout has ended
-    cut: bool = False  # by a limit: the environment would have gone on
-
-
-class Turns(Protocol):
-    """The environments of a call's rollouts, each of which answers one turn at a time."""
-
-    @property
-    def turn_tokens(self) -> int:
-        """Return the most tokens of a turn."""
-
-    def ask(self, turn: Turn) -> None:
-        """Hand over a turn; do not wait."""
-
-    def answers(self, seconds: float) -> list[TurnAnswer]:
-        """Return what has been answered since the last call; wait up to `seconds` for the first answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +32,7 @@ class SeveralTurns(Feature):
     def start(self, state: jax.Array, batch: PrefillBatch, length: jax.Array) -> jax.Array:
         return where_rows(batch.fresh, length, state)
 
-    def describe(self, programs: "EnginePrograms", program: "Program", params: Any) -> Lowerable:
+    def describe(self, programs: EnginePrograms, program: Program, params: Any) -> Lowerable:
         extending = functools.partial(extend, functions=programs.functions, config=programs.config)
         jitted = jax.jit(extending, donate_argnums=1, out_shardings=programs.shardings)
         row = stand_in(jax.ShapeDtypeStruct((program.size,), jnp.int32))
