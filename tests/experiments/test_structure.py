@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.structure import levels, read_structure
+from tests.helpers.runs import ROOT
 
 
 def test_imports_are_read_by_package_and_file(tmp_path):
@@ -30,3 +31,9 @@ def test_a_level_is_the_longest_path_and_a_cycle_is_named():
     assert levels({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": 3, "b": 2, "c": 1}
     with pytest.raises(ValueError, match="a -> b -> a"):
         levels({"a": {"b"}, "b": {"a"}})
+
+
+def test_no_files_of_the_library_import_each_other():
+    """Imports for types count."""
+    found = read_structure(ROOT)
+    levels({file: {to for one, to in found.imports if one == file} for file, _ in found.imports})
