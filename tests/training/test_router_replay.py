@@ -201,7 +201,7 @@ def rows_of(rollouts, packing=PACKING):
 @pytest.mark.slow
 def test_every_token_has_its_experts_wherever_it_is_packed():
     rollouts = generate()
-    by_rollout = rollouts.experts_by_rollout()
+    by_rollout = rollouts.features["experts"].by_rollout()
 
     def found(rows):
         at = rows.experts.any(axis=-1)
