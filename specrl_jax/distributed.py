@@ -9,7 +9,7 @@ is the identity.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TypeVar
 
 import jax
@@ -73,14 +73,16 @@ def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def together(work: Callable[[], T]) -> T:
-    """Return `work()`; raise Stopped in every process where it does in one. All must call it together."""
-    result: list[T] = []
-    with contextlib.suppress(Stopped):
-        result = [work()]
-    if any_process(not result):
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Raise Stopped in every process where the body does in one. All must enter it together."""
+    stopped = False
+    try:
+        yield
+    except Stopped:
+        stopped = True
+    if any_process(stopped):
         raise Stopped
-    return result[0]
 
 
 def to_host(x: jax.Array | np.ndarray) -> np.ndarray:

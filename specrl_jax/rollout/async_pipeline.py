@@ -120,7 +120,9 @@ class Async:
     def _gather(self, step: int) -> RolloutBatch:
         """Return a step's rollouts of all processes; kept until a later step is taken, for a checkpoint before it."""
         if step not in self._gathered:
-            self._gathered[step] = self._generation.gather(distributed.together(lambda: self._own(step)))
+            with distributed.together():
+                own = self._own(step)
+            self._gathered[step] = self._generation.gather(own)
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:

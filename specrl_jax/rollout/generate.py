@@ -162,9 +162,10 @@ class RolloutGenerator:
         start, later = time.perf_counter(), self._lookahead.after(step) if self._lookahead else None
         rounds = list[ScoredRollouts]()
         while needs_round(rounds, self._grpo):
-            asked = self._upcoming.take_more() if rounds else problems
+            if rounds:
+                problems = self._upcoming.take_more()
             first = first_id(self._grpo, step, len(rounds))
-            rounds.append(self._round(step, self._own(asked, first, policy, newer, later)))
+            rounds.append(self._round(step, self._own(problems, first, policy, newer, later)))
         if self._lookahead and later:
             self._lookahead.texts = later.texts
         if self._outnumbered:
@@ -210,9 +211,12 @@ class RolloutGenerator:
 
     def _round(self, step: int, asked: _Round) -> ScoredRollouts:
         """Generate and score a round: of all processes, or this one's part where it generates beside the learner."""
-        own = functools.partial(self._scored_round, step, asked)
         # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
-        return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
+        if not self._synchronous:
+            return self._scored_round(step, asked)
+        with distributed.together():
+            own = self._scored_round(step, asked)
+        return gather_round(own, self._groups.order)
 
     def _scored_round(self, step: int, asked: _Round) -> ScoredRollouts:
         """Return this process's part of a round: of the rollouts of its group it scores its own."""

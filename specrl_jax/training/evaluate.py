@@ -108,19 +108,18 @@ def evaluate(
     Raises:
       NotScored: the reward of every response failed.
     """
-    own = functools.partial(
-        _own_answers,
-        rollout,
-        engine,
-        weights,
-        problems=problems,
-        samples=samples,
-        scorer=scorer,
-        on_progress=on_progress,
-        lengths=lengths,
-    )
-    order = rollout.plan.groups.order
-    sampled, *greedy = (gather_round(part, order) for part in distributed.together(own))
+    with distributed.together():
+        own = _own_answers(
+            rollout,
+            engine,
+            weights,
+            problems=problems,
+            samples=samples,
+            scorer=scorer,
+            on_progress=on_progress,
+            lengths=lengths,
+        )
+    sampled, *greedy = (gather_round(part, rollout.plan.groups.order) for part in own)
     sampled.scores.require_some("evaluation")
     accuracy = float(greedy[0].scores.correct.mean()) if greedy else None
     return Evaluation(problems, samples, sampled.scores, rollouts=sampled.rollouts, greedy_accuracy=accuracy)

@@ -161,8 +161,8 @@ class _Run:
         self.display.start_phase("compile")
         weights, _ = prepare(self.learner, self.rollout, self.state)
         look = functools.partial(self.display.update_phase, 0, 0)
-        compile_all = functools.partial(self.rollout.engine.compile_all, weights, self.display.say_compiled, look)
-        distributed.together(compile_all)
+        with distributed.together():
+            self.rollout.engine.compile_all(weights, self.display.say_compiled, look)
 
     def open_pipeline(self) -> None:
         """Open the source of rollouts, with those that the checkpoint held."""

@@ -96,9 +96,8 @@ def measure_speedup(
     def tokens_per_second(which: Engine, seed: int) -> float:
         chooses = None if which is plain else lengths
         seeded = work._replace(seed=seed)
-        rollouts, seconds = distributed.together(
-            lambda: timed(which, weights, seeded, lengths=chooses, on_progress=on_progress)
-        )
+        with distributed.together():
+            rollouts, seconds = timed(which, weights, seeded, lengths=chooses, on_progress=on_progress)
         return rollouts.response_length.sum() / seconds
 
     ratios = []

@@ -79,12 +79,12 @@ def test_an_event_set_in_one_process_is_set_in_all(monkeypatch):
 
 
 def test_all_stop_where_one_does(monkeypatch):
-    def stopped():
+    worked = []
+    with distributed.together():
+        worked.append(1)
+    with pytest.raises(Stopped), distributed.together():
         raise Stopped
-
-    assert distributed.together(lambda: 3) == 3
-    with pytest.raises(Stopped):
-        distributed.together(stopped)
     monkeypatch.setattr(distributed, "any_process", lambda flag: True)
-    with pytest.raises(Stopped):
-        distributed.together(lambda: 3)
+    with pytest.raises(Stopped), distributed.together():
+        worked.append(2)
+    assert worked == [1, 2]
