@@ -27,7 +27,7 @@ CASES = {
     "policy": (100, {256}, WITHOUT_DRAFT | {"grpo__old_logprobs": "rollout"}),
     "two lengths": (256, {256, 512}, WITHOUT_DRAFT),
     "masks": (100, {256}, WITHOUT_DRAFT | {"rollout__top_k": 5, "rollout__top_p": 0.9}),
-    "draft": (256, {256, 512}, {"draft__positions": "weighted", "grpo__minibatches": 2, "grpo__kl_coef": 0.1}),
+    "draft": (256, {256, 512}, {"grpo__minibatches": 2, "grpo__kl_coef": 0.1}),
 }
 
 
