@@ -53,13 +53,16 @@ class RewardConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the rewards that `name` lists; code_share is `code`, paid otherwise."""
-        names = (name.strip() for name in self.name.split(",") if name.strip())
-        return tuple("code" if name == CODE_SHARE else name for name in names)
+        return tuple("code" if name == CODE_SHARE else name for name in self._listed)
 
     @property
     def pays_share(self) -> bool:
         """Return whether a program earns the share of its tests that pass, else 1 for all of them."""
-        return CODE_SHARE in self.name
+        return CODE_SHARE in self._listed
+
+    @property
+    def _listed(self) -> list[str]:
+        return [name.strip() for name in self.name.split(",") if name.strip()]
 
 
 @dataclasses.dataclass(frozen=True)

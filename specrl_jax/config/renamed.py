@@ -1,4 +1,4 @@
-"""Keys of version 0.1 that there are no more, each with what to write now; imports no jax.
+"""Removed keys of version 0.1, each with what to write now; imports no jax.
 
 A line a key, which the error for an unknown key of the command line, of a config file and of a workdir shows.
 """

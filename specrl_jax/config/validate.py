@@ -1,6 +1,6 @@
 """Every check of a config that needs values only: no folder, no device, no mesh.
 
-What needs those is checked by `training.plan`, before any array exists.
+What needs those is checked by `planning.plan`, before any array exists.
 """
 
 import dataclasses

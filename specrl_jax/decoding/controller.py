@@ -267,13 +267,7 @@ class Controller(DraftLengthPolicy):
 
     def state(self) -> dict[str, object]:
         """Return the state as JSON values."""
-        arguments = {
-            "lengths": self.lengths,
-            "sizes": self.sizes,
-            "budget": self.budget,
-            "begins": self.begins,
-            "read": self._estimates.costs.read,
-        }
+        arguments = {"lengths": self.lengths, "sizes": self.sizes, "budget": self.budget, "begins": self.begins}
         return pack({"arguments": arguments, "estimates": self._estimates}).values
 
     @classmethod

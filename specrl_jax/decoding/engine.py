@@ -26,7 +26,7 @@ from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.programs import Program
 from specrl_jax.decoding.remote import RemoteEngines
-from specrl_jax.decoding.requests import CallOptions, EngineCall, Requests
+from specrl_jax.decoding.requests import CallOptions, EngineCall, Requests, check_prompts, check_responses
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
@@ -112,7 +112,6 @@ class Engine(Generic[Params, Cache]):
         """
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        check_prompts(prompts, self.config.max_prompt_tokens)
         lengths, options = lengths or FixedLength(self.draft_length), options or CallOptions()
         call = EngineCall(
             params,
@@ -124,7 +123,10 @@ class Engine(Generic[Params, Cache]):
             options=options,
             on_progress=self.agreed(on_progress),
         )
-        return self.remote.generate(call, self.agree) if self.remote else self._generate(call)
+        if self.remote is None:
+            return self._generate(call)
+        check_prompts(prompts, self.config.max_prompt_tokens)
+        return self.remote.generate(call, self.agree)
 
     def _generate(self, call: EngineCall[Params]) -> Rollouts:
         params, on_progress, continuation = call.params, call.on_progress, call.options.continuation
@@ -299,26 +301,6 @@ class Engine(Generic[Params, Cache]):
             lengths.observe(chunk, np.asarray(counted.accepted))
         if counted.replayed is not None:
             lengths.replay(int(counted.replayed[0]), np.asarray(counted.replayed[1:]))
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
-    """Raise InputError if a prompt is empty or longer than `longest` tokens."""
-    for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= longest:
-            raise InputError(
-                f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}"
-            )
-
-
-def check_responses(responses: Sequence[int], count: int, longest: int) -> None:
-    """Raise InputError unless `responses` are `count` numbers from 1 to `longest`."""
-    if len(responses) != count:
-        raise InputError(f"responses: {len(responses)} lengths for {count} rollouts")
-    for index, length in enumerate(responses):
-        if not 0 < length <= longest:
-            raise InputError(
-                f"responses: {length} tokens for rollout {index}; max_response_tokens={longest} allows 1 to {longest}"
-            )
 
 
 def make_engine(

@@ -14,6 +14,7 @@ from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Params
 from specrl_jax.decoding.turns import Turns
+from specrl_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,3 +103,23 @@ class Requests:
             return requests
         prompt, sampled = requests // self.samples, self.samples - 1
         return np.where(self.is_greedy(requests), len(self.all_prompts) * sampled + prompt, requests - prompt)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
+    """Raise InputError if a prompt is empty or longer than `longest` tokens."""
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= longest:
+            raise InputError(
+                f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}"
+            )
+
+
+def check_responses(responses: Sequence[int], count: int, longest: int) -> None:
+    """Raise InputError unless `responses` are `count` numbers from 1 to `longest`."""
+    if len(responses) != count:
+        raise InputError(f"responses: {len(responses)} lengths for {count} rollouts")
+    for index, length in enumerate(responses):
+        if not 0 < length <= longest:
+            raise InputError(
+                f"responses: {length} tokens for rollout {index}; max_response_tokens={longest} allows 1 to {longest}"
+            )

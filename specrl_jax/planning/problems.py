@@ -15,7 +15,7 @@ from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.engine import check_prompts
+from specrl_jax.decoding.requests import check_prompts
 from specrl_jax.errors import InputError, Mistakes, printable
 from specrl_jax.rewards.code.reward import fault_of_tests, own_program
 from specrl_jax.rewards.messages import Context, RewardInput

@@ -261,13 +261,14 @@ class RolloutGenerator:
 
     def _in_order(self, asked: _Round, how: Continuation[Weights]) -> Rollouts:
         """Generate, in one call for each policy where keys and values are computed anew."""
+        call = functools.partial(self._call, asked, self._encoded(asked.problems))
         if not self._config.pipeline.recompute_cache:
             newest = functools.partial(newest_weights, asked.newer)
-            return self._call(asked, asked.policy, dataclasses.replace(how, newest=newest))
+            return call(asked.policy, dataclasses.replace(how, newest=newest))
         policy = asked.policy
         while True:
             until = _UntilNewer(how.enough, asked.newer)
-            rollouts = self._call(asked, policy, dataclasses.replace(how, version=policy.version, enough=until))
+            rollouts = call(policy, dataclasses.replace(how, version=policy.version, enough=until))
             if until.policy is None:
                 return rollouts
             policy, how = until.policy, dataclasses.replace(how, partial=rollouts)
@@ -284,17 +285,27 @@ class RolloutGenerator:
             waiting=functools.partial(self._on_progress, 0, len(asked.ids)),
         )
         asked = asked._replace(problems=list(problems))
-        rollouts = self._call(asked, asked.policy, Continuation(asked.policy.version), turns)
+        prompts = self._encoded(asked.problems)
+        rollouts = self._call(asked, prompts, asked.policy, Continuation(asked.policy.version), turns=turns)
         return self._scored(rollouts, asked, turns)
 
+    def _encoded(self, problems: list[Problem]) -> list[list[int]]:
+        return [self._rollout.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+
     def _call(
-        self, asked: _Round, policy: Published, how: Continuation[Weights], turns: Conversations | None = None
+        self,
+        asked: _Round,
+        prompts: list[list[int]],
+        policy: Published,
+        how: Continuation[Weights],
+        *,
+        turns: Conversations | None = None,
     ) -> Rollouts:
         """Call the engine; draft lengths and history are those that the round began with."""
         lengths, history = self._speculation.as_of(asked.policy.observed)
         return self._rollout.engine.generate(
             policy.weights,
-            [self._rollout.tokenizer.encode_prompt(problem.prompt) for problem in asked.problems],
+            prompts,
             self._grpo.group_size,
             seed=self._config.rollout.seed,
             options=CallOptions(first_id=asked.ids, history=history, continuation=how, turns=turns),

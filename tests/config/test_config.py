@@ -8,7 +8,7 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from specrl_jax.config import Config, base, from_config_dict, recipes
+from specrl_jax.config import Config, RewardConfig, base, from_config_dict, recipes
 from specrl_jax.config.page import page
 from specrl_jax.config.renamed import RENAMED
 from specrl_jax.config.schema import build, keys
@@ -175,3 +175,9 @@ def test_a_reference_goes_one_way(config, key, follows):
     assert value[key](c) == value[follows](c) == 17
     c.update_from_flattened_dict({key: 100})
     assert (value[key](c), value[follows](c)) == (100, 17)
+
+
+def test_a_file_whose_name_has_code_share_in_it_pays_no_share():
+    own = RewardConfig(name="my_code_share.py:reward, code")
+    assert not own.pays_share and own.names == ("my_code_share.py:reward", "code")
+    assert RewardConfig(name="exact, code_share").pays_share
