@@ -4,11 +4,13 @@
     python main.py --config configs/smollm2_135m.py
 
 The first command says what it needs. A problem has one or two steps (experiments/smollm/word_problems.py), an answer at
-most 64 tokens. Two worked examples stand before each problem as earlier turns: without any the policy is hardly ever
-right, and there is nothing to reinforce. The reward is 1 for a right answer, wherever `math` finds it, and 0.2 for a
-last line "Answer: X". An EAGLE-3 head begins with random weights, learns during the run and drafts once that saves
-time; `--config.draft.path` names a trained one, which `:head` makes from the policy's answers to other questions:
+most 64 tokens. Two worked examples stand before each problem as earlier turns, and the temperature is 0.6: without
+either the policy is seldom right, and there is little to reinforce. The reward is 1 for a right answer, wherever `math`
+finds it, and 0.2 for a last line "Answer: X". An EAGLE-3 head begins with random weights, learns during the run and
+drafts once that saves time; `--config.draft.path` names a trained one. `:task_head` makes one from the policy's answers
+to these problems, `:head` one from its answers to other questions at temperature 1:
 
+    python main.py --config configs/smollm2_135m.py:task_head
     python main.py --config configs/smollm2_135m.py:head --config.data.path=gsm8k/train.jsonl \
         --config.eval.path=gsm8k/test.jsonl
 
@@ -31,10 +33,10 @@ TEMPLATE += TURN.format(question="{prompt}")
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    if arg not in ("", "head", "smoke"):
-        raise ValueError(f"configs/smollm2_135m.py: no variant '{arg}'; there are head, smoke")
+    if arg not in ("", "task_head", "head", "smoke"):
+        raise ValueError(f"configs/smollm2_135m.py: no variant '{arg}'; there are task_head, head, smoke")
     c = base()
-    c.steps = 150
+    c.steps = 50
     c.policy.preset = ""
     c.policy.path = "checkpoints/smollm2-135m"
     c.policy.remat = "none"
@@ -44,6 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.tokenizer = ""
     c.rollout.max_prompt_tokens = 136
     c.rollout.max_response_tokens = 64
+    c.rollout.temperature = 0.6
     c.rollout.num_slots = 32
     c.rollout.cache_gb = 0.7  # all of their keys and values
     c.grpo.prompts_per_step = 4
@@ -59,30 +62,36 @@ def get_config(arg: str = "") -> ConfigDict:
     c.draft.compare_rounds = 0
     c.eval.path = "experiments/smollm/problems/test.jsonl"
     c.eval.problems = 256
-    c.eval.every = 50
+    c.eval.every = 25
     c.checkpoint.keep = 1
-    if arg == "head":
+    if arg.endswith("head"):
         c.task = "draft_pretrain"
+        c.steps = 100
+        c.grpo.prompts_per_step = 96
+        c.grpo.group_size = 1
+        c.pretrain.rollouts = 768
+        c.pretrain.batch_size = 16
+        c.export.output = f"checkpoints/smollm2-135m-{arg.replace('_', '-')}"
+        c.draft.length = 3
+        c.draft.adaptive = False
+        c.draft.learning_rate = 1e-3
+        c.draft.warmup = 20
+        c.draft.decay_steps = c.get_oneway_ref("steps")
+        c.eval.problems = 48
+    if arg == "head":
         c.steps = 300
         c.data.path = "gsm8k/train.jsonl"
         c.data.template = "{prompt}"
         c.data.chat = "always"
         c.rollout.max_prompt_tokens = 256
         c.rollout.max_response_tokens = 160
-        c.grpo.prompts_per_step = 96
-        c.grpo.group_size = 1
+        c.rollout.temperature = 1.0
         c.grpo.microbatch_tokens = 832  # two rows
         c.pretrain.rollouts = 1_500
         c.pretrain.batch_size = 8
-        c.export.output = "checkpoints/smollm2-135m-head"
         c.draft.vocab_size = 8_192
-        c.draft.length = 3
-        c.draft.adaptive = False
-        c.draft.learning_rate = 1e-3
         c.draft.warmup = 50
-        c.draft.decay_steps = c.get_oneway_ref("steps")
         c.eval.path = "gsm8k/test.jsonl"
-        c.eval.problems = 48
         c.eval.every = 150
     if arg == "smoke":
         c = recipes.shrink(c, "nano_llama")

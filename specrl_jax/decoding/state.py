@@ -23,7 +23,11 @@ Kind = TypeVar("Kind")  # of feature
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Static sizes of an engine."""
+    """Static sizes of an engine.
+
+    What is optional is a feature, with two exceptions: `budget` is the shape of every verification, and the lookup
+    cache is an input of drafters that is by group, where a feature's state is by row.
+    """
 
     num_slots: int  # B, sequences decoded at once
     max_prompt_tokens: int

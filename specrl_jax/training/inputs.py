@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from jax.sharding import Mesh
 
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open, with_values
@@ -91,16 +93,10 @@ def open_inputs(
     shared = [json.loads(text) for text in exchange(own)]
     with contextlib.ExitStack() as ending:
         with refused_together():
-            found = _find(
-                config,
-                workdir,
-                recorded=shared[0][0],
-                memory=min(memory for _, memory in shared),
-                train=train,
-                rewards=rewards,
-                calls=(checking, opening),
-                ending=ending,
-            )
+            passes = _Passes(config, shared[0][0])
+            passes.validate(workdir, (checking, opening))
+            passes.read(train, rewards, ending)
+            found = passes.choose(min(memory for _, memory in shared))
         if any(len(group) > 1 for group in found.plan.groups.groups):
             # One engine of several processes has one number of pages, whatever memory each of them found.
             agree({"rollout.cache_gb, in pages": found.plan.limits.pages})
@@ -119,56 +115,75 @@ def with_sizes(
     return config
 
 
-def _find(
-    config: Config,
-    workdir: str,
-    *,
-    recorded: Mapping[str, object],
-    memory: int,
-    train: bool,
-    rewards: bool,
-    calls: tuple[Callable[[Config], None], Callable[[Config], None]],
-    ending: contextlib.ExitStack,
-) -> RunInputs:
-    mistakes, mesh, model, tokenizer, formatted, problems, scorer = Mistakes(), None, None, None, None, None, None
-    with mistakes.check():
-        validate(config)
-    is_valid, detects = not mistakes.found, config.data.schema == AUTO
-    config = resumed(config, recorded)
-    with mistakes.check():
-        mesh = learner_mesh(config)
-    with mistakes.check():
-        model = policy_sizes(config.policy)
-        tokenizer = find_tokenizer(config, model.vocab)
-    if model and is_valid:
-        with mistakes.check():
-            if mesh is not None and not left_open(config):
-                make_plan(config, mesh, model)
-            else:
-                check_draft(config, model)
-    with mistakes.check():
-        config = formatted = choose_formats(config, tokenizer, detects)
-    if is_first_process():
-        with mistakes.check():
-            try_workdir(workdir, dataclasses.asdict(config))
-        for call in calls:
-            if not mistakes.found:
-                with mistakes.check():
-                    call(config)
-    if formatted:  # else what the file lacks has been said
-        # How long prompts are, another tokenizer does not know.
-        readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
-        most = SAMPLED if mistakes.found else None
-        with mistakes.check():
-            problems = load_problems(readable, tokenizer or AnyText(), train, most=most)
-    if rewards:
-        with mistakes.check():
-            rows = problems.first_rows(tokenizer) if problems and tokenizer else []
-            scorer = ending.enter_context(make_scorer(config, rows, problems.own_answers() if problems else []))
-    mistakes.refuse()
-    assert mesh is not None and model is not None and tokenizer is not None and problems is not None
-    config = with_sizes(config, model, Machine(mesh, memory), problems=problems, tokenizer=tokenizer)
-    plan = make_plan(config, mesh, model)
-    if config.task in ("train", "draft_pretrain") and (line := least_pass(make_packing(plan))) and is_first_process():
-        print(line)
-    return RunInputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer=scorer)
+class _Passes:
+    """A config in three passes: what it says is validated; what it names is read; the rest is chosen, and planned.
+
+    A pass goes on where the one before found mistakes, as far as it can, and the last one raises them all.
+    """
+
+    def __init__(self, config: Config, recorded: Mapping[str, object]) -> None:
+        self.given, self.config = config, resumed(config, recorded)
+        self.mistakes = Mistakes()
+        self.mesh: Mesh | None = None
+        self.model: DecoderConfig | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.problems: Problems | None = None
+        self.scorer: Scorer | None = None
+        self.formatted = False
+
+    def validate(self, workdir: str, calls: Sequence[Callable[[Config], None]]) -> None:
+        """Validate what takes no time: values, mesh, policy, tokenizer, draft, workdir, and what `calls` check."""
+        with self.mistakes.check():
+            validate(self.given)
+        is_valid = not self.mistakes.found
+        with self.mistakes.check():
+            self.mesh = learner_mesh(self.config)
+        with self.mistakes.check():
+            self.model = policy_sizes(self.config.policy)
+            self.tokenizer = find_tokenizer(self.config, self.model.vocab)
+        if self.model and is_valid:
+            with self.mistakes.check():
+                if self.mesh is not None and not left_open(self.config):
+                    make_plan(self.config, self.mesh, self.model)
+                else:
+                    check_draft(self.config, self.model)
+        self._choose_formats(workdir, calls)
+
+    def _choose_formats(self, workdir: str, calls: Sequence[Callable[[Config], None]]) -> None:
+        with self.mistakes.check():
+            self.config = choose_formats(self.config, self.tokenizer, self.given.data.schema == AUTO)
+            self.formatted = True
+        if is_first_process():
+            with self.mistakes.check():
+                try_workdir(workdir, dataclasses.asdict(self.config))
+            for call in calls:
+                if not self.mistakes.found:
+                    with self.mistakes.check():
+                        call(self.config)
+
+    def read(self, train: bool, rewards: bool, ending: contextlib.ExitStack) -> None:
+        """Read the problems and start the rewards, which `ending` closes; after mistakes the first rows alone."""
+        config, tokenizer = self.config, self.tokenizer
+        if self.formatted:  # else what the file lacks has been said
+            # How long prompts are, another tokenizer does not know.
+            readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
+            most = SAMPLED if self.mistakes.found else None
+            with self.mistakes.check():
+                self.problems = load_problems(readable, tokenizer or AnyText(), train, most=most)
+        if rewards:
+            with self.mistakes.check():
+                rows = self.problems.first_rows(tokenizer) if self.problems and tokenizer else []
+                own_answers = self.problems.own_answers() if self.problems else []
+                self.scorer = ending.enter_context(make_scorer(config, rows, own_answers))
+
+    def choose(self, memory: int) -> RunInputs:
+        """Raise all mistakes, else choose the sizes that are open, for devices of `memory` bytes, and make the plan."""
+        self.mistakes.refuse()
+        mesh, model, tokenizer, problems = self.mesh, self.model, self.tokenizer, self.problems
+        assert mesh is not None and model is not None and tokenizer is not None and problems is not None
+        config = with_sizes(self.config, model, Machine(mesh, memory), problems=problems, tokenizer=tokenizer)
+        plan = make_plan(config, mesh, model)
+        learns = config.task in ("train", "draft_pretrain")
+        if learns and (line := least_pass(make_packing(plan))) and is_first_process():
+            print(line)
+        return RunInputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer=self.scorer)
