@@ -7,8 +7,10 @@ class say what to make of it again, so nothing in the data chooses what is built
 import dataclasses
 import io
 import json
+import math
 import types
 import typing
+import zipfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 
 T = TypeVar("T")
+_SCALARS = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}  # what JSON makes of each
 
 
 class Packed(NamedTuple):
@@ -68,10 +71,20 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(kind: type[T], data: bytes) -> T:
-    """Return what `to_bytes` wrote; nothing in `data` chooses what is built."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    return unpack(kind, Packed(json.loads(arrays.pop("json").tobytes()), arrays))
+    """Return what `to_bytes` wrote; nothing in `data` chooses what is built, or takes more memory than it does.
+
+    Raises ValueError where `data` is anything else.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            parts = file.infolist()
+        if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > len(data):
+            raise ValueError("compressed arrays")
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        return unpack(kind, Packed(json.loads(arrays.pop("json").tobytes()), arrays))
+    except Exception as error:  # zipfile, numpy and json raise a dozen kinds
+        raise ValueError(f"not a {kind.__name__}: {type(error).__name__}: {error}") from error
 
 
 def _fields(kind: object) -> list[str]:
@@ -89,7 +102,7 @@ def _unpacked(kind: Any, value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         (origin,) = (one for one in inner if one is not types.NoneType)  # only optional values
         return _unpacked(origin, value, arrays)
     if origin in (np.ndarray, jax.Array):  # the latter where a host array stands in for one
-        return arrays[value] if isinstance(value, str) else np.zeros(value[1], np.dtype(value[0]))
+        return arrays[value] if isinstance(value, str) else _empty(*value)
     if fields := _fields(origin):
         hints = typing.get_type_hints(origin)
         return origin(**{field: _unpacked(hints[field], value[field], arrays) for field in fields})
@@ -100,4 +113,12 @@ def _unpacked(kind: Any, value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if origin is tuple:
         kinds = [inner[0]] * len(value) if inner[1:] == (...,) else inner
         return tuple(_unpacked(one, part, arrays) for one, part in zip(kinds, value, strict=True))
+    if origin in _SCALARS and type(value) not in _SCALARS[origin]:
+        raise TypeError(f"{value!r}, expected {origin.__name__}")
     return value
+
+
+def _empty(dtype: str, shape: list[int]) -> np.ndarray:
+    if math.prod(shape):
+        raise ValueError(f"an array of shape {shape} without numbers")
+    return np.zeros(shape, np.dtype(dtype))

@@ -20,7 +20,7 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import psutil
@@ -40,7 +40,7 @@ from specrl_jax.rewards.scorer import Scorer
 LIMITS = Limits(seconds=2.0, memory=256 * MIB, output=MIB, processes=16, disk=8 * MIB)
 GRACE = 1.0  # seconds after its limit by which a program is over
 ENVIRONMENT = "SPECRL_HOSTILE_SECRET"
-# What a hostile program would leave, if it could. Names have the run's own mark, or were there before it.
+# What a hostile program would leave, if it could. Names have the run's own mark.
 LEFT: tuple[str, ...] = (
     "/dev/shm/left$mark",
     "/tmp/l$mark",
@@ -48,8 +48,10 @@ LEFT: tuple[str, ...] = (
     "/tmp/fill$mark",
     "/tmp/${mark}0",
     "/tmp/d$mark",
+    "/tmp/py$mark",
+    "/tmp/.$mark",
 )
-LEFT += ("/tmp/json.py", "/tmp/sitecustomize.py", "/usr/left$mark", "/bin/left$mark", "/left$mark", "/etc/left$mark")
+LEFT += ("/usr/left$mark", "/bin/left$mark", "/left$mark", "/etc/left$mark")
 LEFT += ("/var/tmp/left$mark", "/root/left$mark", "/run/left$mark")
 CHECK = """
 def check(candidate):
@@ -237,7 +239,7 @@ def try_all(chosen: Chosen, programs: list[Hostile], console: Console) -> list[d
         for form, program in HONEST.items():
             if reward(f"```\n{program}\n```", ROWS[form], row={})["reward"] != 1:
                 raise SystemExit(f"{chosen.mechanism}: an honest program earned nothing ({form}): {sandbox.ran[-1]}")
-        for one in programs:
+        for one in twice(programs):
             what, seconds, ended = fault(reward, sandbox, one, attacked, most)
             table.add_row(one.name, one.form, f"{seconds:.2f}", ended, what or "nothing")
             rows.append(
@@ -247,6 +249,12 @@ def try_all(chosen: Chosen, programs: list[Hostile], console: Console) -> list[d
         rows.append({"name": "the end", "tests": "", "seconds": 0.0, "ended": "", "fault": left})
     console.print(table)
     return rows
+
+
+def twice(programs: Iterable[Hostile]) -> Iterator[Hostile]:
+    """Yield programs, those that look for what they have left twice in a row."""
+    for one in programs:
+        yield from [one] * (2 if one.name.startswith("remembers") else 1)
 
 
 def throughput(chosen: Chosen, count: int, workers: int) -> dict[str, float]:

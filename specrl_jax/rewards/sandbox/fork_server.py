@@ -48,14 +48,26 @@ def main() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)  # no program of the same account can look into this process, nor into another's
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     rules = _make_rules(settings["landlock"]) if settings["landlock"] else -1
+    before = _traces(settings)
     control.send(b"{}")
     while True:
         files = _receive(control)
         if not files:
             break
         status = _run(control, files, settings, rules)
-        control.send(json.dumps({"status": status, "left": bool(settings["tmp"] and os.listdir("/tmp"))}).encode())
+        control.send(json.dumps({"status": status, "left": _traces(settings) != before}).encode())
     _end_all(settings, [])
+
+
+def _traces(settings: dict[str, Any]) -> list[object]:
+    """Return what a program changes of /tmp, the one place it can write to: its times tell of files that are gone."""
+    # Reading it comes first: that changes a time, too, unless it has been read since anything else changed.
+    return [os.listdir("/tmp"), os.listxattr("/tmp"), *os.stat("/tmp")[:3], _times("/tmp")] if settings["tmp"] else []
+
+
+def _times(path: str) -> list[int]:
+    found = os.stat(path)
+    return [found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _receive(control: socket.socket) -> list[int]:

@@ -137,7 +137,14 @@ def bubblewrap(python: Interpreter, limits: Limits) -> list[str]:
             out += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             out += ["--ro-bind", path, path]
-    out += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    # Each mount for itself: what can be changed of a file that is there for all programs, the next one would find.
+    out += ["--proc", "/proc", "--dev", "/dev"]
+    for path in (
+        "/proc",
+        "/dev",
+        *(f"/dev/{name}" for name in ("full", "null", "pts", "random", "tty", "urandom", "zero")),
+    ):
+        out += ["--remount-ro", path]
     out += ["--size", str(limits.disk), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         out += ["--setenv", name, value]

@@ -1,8 +1,8 @@
 """The system calls that no program of a sandbox gets: a classic BPF filter (seccomp(2)).
 
-A list of what is refused, since a Python program may need any of the others: what reaches other processes, the network,
-namespaces and mounts, the kernel's keys, clock and modules, and memory that no limit counts. Refused calls fail with
-EPERM; another architecture's calls end the process.
+A list of what is refused, since a Python program may need any of the others: what reaches other processes or changes
+how they run, as the one that starts the next program, the network, namespaces and mounts, the kernel's keys, clock and
+modules, and memory that no limit counts. Refused calls fail with EPERM; another architecture's calls end the process.
 """
 
 import platform
@@ -26,6 +26,16 @@ _REFUSED = {
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
     "perf_event_open": (298, 241),
+    "process_mrelease": (448, 448),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # how others run, the process that starts the next program among them
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
     # network: a pair of stream sockets is all there is
     "socket": (41, 198),
     "connect": (42, 203),
@@ -110,6 +120,7 @@ _ATTRIBUTES = {
     "removexattrat": (466, 466),
 }
 _CLONE, _CLONE3, _IOCTL, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (53, 199)
+_PRLIMIT = (302, 261)  # of oneself (0) only
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 
 
@@ -130,6 +141,7 @@ def seccomp_filter(has_files: bool, machine: str = "") -> bytes:
     code += [(_EQUAL, 0, 1, _CLONE3[column]), _answer(_ERRNO | _ENOSYS)]
     refuse, allow = _answer(_ERRNO | _EPERM), _answer(_ALLOW)
     code += [(_EQUAL, 0, 4, _CLONE[column]), _argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), refuse, allow]
+    code += [(_EQUAL, 0, 4, _PRLIMIT[column]), _argument(0), (_EQUAL, 0, 1, 0), allow, refuse]
     code += [(_EQUAL, 0, 5, _IOCTL[column]), _argument(1), (_EQUAL, 1, 0, _TIOCSTI), (_EQUAL, 0, 1, _TIOCLINUX)]
     code += [refuse, allow]
     code += [(_EQUAL, 0, 5, _SOCKETPAIR[column]), _argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _SOCK_STREAM)]

@@ -10,7 +10,8 @@ import json
 import os
 import pathlib
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple, TypeVar
 
@@ -26,8 +27,9 @@ ADDRESS = "workers.json"  # in the workdir
 # questions, and their number; and seconds until what was sent is acknowledged.
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 UNACKNOWLEDGED = 30.0
-# Who has joined says who it is within so many seconds.
+# Who has joined says who it is within so many seconds, in a message of at most so many bytes.
 HANDSHAKE_SECONDS = 30.0
+HANDSHAKE_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -140,9 +142,13 @@ def send(connection: Connection, message: object) -> None:
     connection.send_bytes(to_bytes(message))
 
 
-def receive(connection: Connection, kind: type[T]) -> T:
-    """Return the next message. Raises EOFError or OSError where the other side has left."""
-    return from_bytes(kind, connection.recv_bytes())
+def receive(connection: Connection, kind: type[T], most: int | None = None) -> T:
+    """Return the next message.
+
+    Raises EOFError where the other side has left, OSError where it has or says more than `most` bytes, ValueError where
+    the message is not of this kind.
+    """
+    return from_bytes(kind, connection.recv_bytes(most))
 
 
 def numeric(host: str) -> str:
@@ -197,14 +203,28 @@ def open_connection(address: Address) -> Connection:
     return connection
 
 
-def deadline(connection: Connection) -> contextlib.AbstractContextManager[None]:
-    """End the connection unless the body is done within HANDSHAKE_SECONDS."""
+@contextlib.contextmanager
+def deadline(connection: Connection, seconds: float = HANDSHAKE_SECONDS) -> Iterator[None]:
+    """End the connection, and raise TimeoutError, unless the body is done within `seconds`, in a message or between."""
+    late = threading.Event()
 
     def end() -> None:
-        with contextlib.suppress(OSError), _socket_of(connection) as found:
-            found.shutdown(socket.SHUT_RDWR)
+        late.set()
+        hang_up(connection)
 
-    return unless_within(HANDSHAKE_SECONDS, end)
+    try:
+        with unless_within(seconds, end):
+            yield
+    except (EOFError, OSError) as error:
+        if late.is_set():
+            raise TimeoutError(f"not within {seconds:.0f} s") from error
+        raise
+
+
+def hang_up(connection: Connection) -> None:
+    """End a connection that another thread may be reading, which then finds out."""
+    with contextlib.suppress(OSError), _socket_of(connection) as found:
+        found.shutdown(socket.SHUT_RDWR)
 
 
 def keep_alive(connection: Connection) -> None:

@@ -18,11 +18,11 @@ from typing import Self
 
 from specrl_jax.coordinator import first_difference
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError, WorkersFailed
+from specrl_jax.errors import InputError, WorkersFailed, printable
 from specrl_jax.rollout.workers import transfer
 from specrl_jax.rollout.workers.messages import (
     ENDED,
-    ENOUGH,
+    HANDSHAKE_BYTES,
     Address,
     Ask,
     Offer,
@@ -31,12 +31,14 @@ from specrl_jax.rollout.workers.messages import (
     accept,
     check_key,
     deadline,
+    hang_up,
     listen,
     receive,
     remove_address,
     send,
     write_address,
 )
+from specrl_jax.rollout.workers.remote_worker import Durations, RemoteWorker, WorkerLost
 
 # All processes of the learner have connected after so long: they have met at the coordinator just before.
 CONNECT_SECONDS = 60.0
@@ -44,10 +46,12 @@ CONNECT_SECONDS = 60.0
 PATIENCE = 600.0
 # How often a waiting step looks whether the run was asked to stop.
 LOOK_SECONDS = 0.5
-# How often it looks whether what a worker has begun is enough.
-ENOUGH_SECONDS = 0.02
 # So many workers that leave with the same rollouts end the run: an error that ends one would end them all.
 MOST_LOST = 3
+# So many may be about to prove that they have the key; one more costs the oldest of them its connection.
+MOST_STRANGERS = 64
+# Characters of a worker's name that are shown.
+NAME_LENGTH = 80
 
 OnProgress = Callable[[int, int], None]
 # What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
@@ -94,10 +98,12 @@ class WorkerPool:
         self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
         own, port = self._listener.getsockname()
         self.address = Address(own, port, self._key.hex())
-        self._server = transfer.start_server(own)
+        self._server = transfer.LateServer(own)
         self._changed = threading.Condition()  # guards what follows
         self._jobs: deque[_Job] = deque()
-        self._workers: dict[str, int] = {}  # name -> devices
+        self._strangers: deque[Connection] = deque()
+        self._workers: list[RolloutWorkerHello] = []
+        self._durations = Durations()
         self._processes: dict[int, Connection] = {}  # the learner's others
         self._failed, self._closed, self._finished = "", False, False
         self._fetched = (0, 0.0)  # checksum of the newest weights, seconds of the longest fetch
@@ -189,7 +195,7 @@ class WorkerPool:
         with self._changed:
             return {
                 "rollout/workers": len(self._workers),
-                "rollout/worker_devices": sum(self._workers.values()),
+                "rollout/worker_devices": sum(worker.devices for worker in self._workers),
                 "time/weights": self._fetched[1],
             }
 
@@ -218,6 +224,10 @@ class WorkerPool:
                     return
                 time.sleep(LOOK_SECONDS)
                 continue
+            with self._changed:
+                self._strangers.append(connection)
+                if len(self._strangers) > MOST_STRANGERS:
+                    hang_up(self._strangers.popleft())
             threading.Thread(target=self._serve, args=(connection,), name="rollout worker", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
@@ -225,31 +235,41 @@ class WorkerPool:
         with contextlib.ExitStack() as ending:
             ending.enter_context(connection)
             try:
+                # Here, where somebody without the key keeps nobody else waiting.
+                hello = self._welcome(connection)
+                if hello.process:
+                    ending.pop_all()
+                    with self._changed:
+                        self._processes[hello.process] = connection
+                        self._changed.notify_all()
+                    return
+                refused = difference(self._facts, json.loads(hello.facts))
                 with deadline(connection):
-                    # Here, where somebody without the key keeps nobody else waiting.
-                    check_key(connection, self._key)
-                    hello = receive(connection, RolloutWorkerHello)
-                    if hello.process:
-                        ending.pop_all()
-                        with self._changed:
-                            self._processes[hello.process] = connection
-                            self._changed.notify_all()
-                        return
-                    refused = difference(self._facts, json.loads(hello.facts))
                     send(connection, refused)
             except Exception:  # of a stranger, or of a worker that has left again
                 return
             if refused:
-                print(f"rollout worker {hello.name} refused: {refused}")
+                print(printable(f"rollout worker {hello.name} refused: {refused}"))
                 return
             self._employ(connection, hello)
+
+    def _welcome(self, connection: Connection) -> RolloutWorkerHello:
+        """Return who is there, with a name that can be shown. Raises what it likes for whoever has not the key."""
+        try:
+            with deadline(connection):
+                check_key(connection, self._key)
+                hello = receive(connection, RolloutWorkerHello, HANDSHAKE_BYTES)
+        finally:
+            with self._changed, contextlib.suppress(ValueError):  # it was the oldest of too many
+                self._strangers.remove(connection)
+        return hello._replace(name=printable(hello.name)[:NAME_LENGTH])
 
     def _employ(self, connection: Connection, hello: RolloutWorkerHello) -> None:
         """Give a worker that agrees its jobs."""
         job: _Job | None = None
-        held: int | None = None
+        worker = RemoteWorker(connection, hello.name, self._durations)
         with self._changed:
-            self._workers[hello.name] = hello.devices
+            self._workers.append(hello)
             self._changed.notify_all()
         print(f"rollout worker {hello.name} is there")
         try:
@@ -258,11 +278,14 @@ class WorkerPool:
                 job = self._next()
                 if job is None:
                     break
-                held = self._work(connection, hello.name, job, held)
+                self._work(worker, job)
             if self._finished:
-                send(connection, Ask(ENDED))
-        except (EOFError, OSError):
-            print(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
+                with deadline(connection):
+                    send(connection, Ask(ENDED))
+        except WorkerLost as lost:
+            print(printable(f"rollout worker {hello.name} {lost}; others do its rollouts"))
+        except OSError:  # the run has ended for it, too
+            pass
         except Exception as error:  # in every worker alike
             with self._changed:
                 self._failed = f"rollout worker {hello.name}: {type(error).__name__}: {error}"
@@ -270,7 +293,7 @@ class WorkerPool:
             with self._changed:
                 if job and not job.call.ended:
                     self._give_back(job)
-                del self._workers[hello.name]
+                self._workers = [one for one in self._workers if one is not hello]
                 self._changed.notify_all()
 
     def _give_back(self, job: _Job) -> None:
@@ -287,26 +310,24 @@ class WorkerPool:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             return None if self._closed else self._jobs.popleft()
 
-    def _work(self, connection: Connection, name: str, job: _Job, held: int | None) -> int | None:
-        """Let a worker do a job; return the checksum of the weights that it then holds. Nobody waits for a job whose
-        call has ended.
-        """
+    def _work(self, worker: RemoteWorker, job: _Job) -> None:
+        """Let a worker do a job. Nobody waits for a job whose call has ended."""
         call, offers = job.call, list[Offer]()
         if call.until():  # what it would have begun stays as it is
-            self._note(job, WorkerAnswer(), name)
-            return held
-        if held != call.checksum:
+            self._note(job, WorkerAnswer(), worker.name)
+            return
+        if worker.held != call.checksum:
             others = call.others()
             if others is None:
-                return held
-            offers = [transfer.offer(self._server, call.weights), *others]
-        answer = ask_worker(connection, job.ask._replace(weights=tuple(offers)), call.until)
+                return
+            offers = [transfer.offer(self._server.started(), call.weights), *others]
+        answer = worker.answer(job.ask._replace(weights=tuple(offers)), call.until)
+        worker.held = call.checksum
         with self._changed:
             if offers:
                 earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
                 self._fetched = call.checksum, max(earlier, answer.weights_seconds)
-        self._note(job, answer, name)
-        return call.checksum
+        self._note(job, answer, worker.name)
 
     def _note(self, job: _Job, answer: WorkerAnswer, name: str) -> None:
         """Let the caller have the answer to its job."""
@@ -318,18 +339,6 @@ class WorkerPool:
                 call.answers[job.part] = answer
                 call.done += 0 if answer.rollouts is None else len(answer.rollouts.length)
             self._changed.notify_all()
-
-
-def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> WorkerAnswer:
-    """Return a worker's answer; it is told once `until` says that what it has begun is enough. Raises EOFError or
-    OSError where it leaves.
-    """
-    send(connection, ask)
-    told = False
-    while not connection.poll(ENOUGH_SECONDS):
-        if not told and (told := until()):
-            send(connection, Ask(ENOUGH))
-    return receive(connection, WorkerAnswer)
 
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str:

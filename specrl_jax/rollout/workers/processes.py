@@ -127,7 +127,7 @@ class Other:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._server = connection, transfer.start_server(own_address(connection))
+        self._connection, self._server = connection, transfer.LateServer(own_address(connection))
         self._rollouts = queue.SimpleQueue[Rollouts | None]()  # None: the first process has left, or this one does
         self._changed = threading.Condition()  # guards what follows
         self._call = 0
@@ -184,7 +184,7 @@ class Other:
         with self._changed:
             self._changed.wait_for(lambda: self._call >= call)
             weights = self._weights if self._call == call else None
-        return None if weights is None else transfer.offer(self._server, weights)
+        return None if weights is None else transfer.offer(self._server.started(), weights)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed
+from specrl_jax.rollout.workers.last_words import say_if_aborted
 from specrl_jax.rollout.workers.messages import Bounds, Leaf, Offer
 
 Holders = dict[Bounds, list[jax.Device]]
@@ -36,17 +37,42 @@ if TYPE_CHECKING:
     from jax.experimental.transfer import TransferConnection, TransferServer
 
 
-def start_server(address: str) -> "TransferServer":
-    """Start this process's transfer server, at a free port of a numeric address of this machine.
+class LateServer:
+    """This process's transfer server, which listens once somebody who has the key is to fetch weights.
 
     Raises InputError where jax has none.
     """
+
+    def __init__(self, address: str) -> None:
+        _transfer()
+        self._lock, self._address = threading.Lock(), address
+        self._server: TransferServer | None = None
+
+    def started(self) -> "TransferServer":
+        """Return it, listening."""
+        with self._lock:
+            self._server = self._server or start_server(self._address)
+            return self._server
+
+
+def start_server(address: str) -> "TransferServer":
+    """Start this process's transfer server, at a free port of a numeric address of this machine.
+
+    It asks nobody for a key, and ends the process in C++ at a message that it cannot read. Raises InputError where jax
+    has none.
+    """
+    own = f"{address}:0"
+    server = _transfer().start_transfer_server(jax.devices()[0].client, own, [own], transfer_size=PIECE)
+    say_if_aborted(server.address())
+    return server
+
+
+def _transfer() -> Any:
     try:
         from jax.experimental import transfer
     except (ImportError, AttributeError):  # not in jaxlib's builds for every system
         raise InputError("pipeline.workers: this build of jaxlib has no transfer server") from None
-    own = f"{address}:0"
-    return transfer.start_transfer_server(jax.devices()[0].client, own, [own], transfer_size=PIECE)
+    return transfer
 
 
 def offer(server: "TransferServer", weights: Weights) -> Offer:

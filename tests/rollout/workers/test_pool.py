@@ -47,9 +47,10 @@ from specrl_jax.rollout.workers.pool import WorkerPool, difference
 from specrl_jax.rollout.workers.processes import First
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.rollout import RolloutWorker
+from tests.rollout.workers.answers import rollouts
+from tests.rollout.workers.conftest import FACTS
 from tests.rollout.workers.test_processes import connected, in_thread
 
-FACTS = {"version": "1", "steps": 3}
 PROMPTS = [[1], [2, 3], [4], [5], [6]]
 
 
@@ -58,18 +59,7 @@ def weights(checksum=7):
 
 
 def asks(count):
-    return [Ask("engine", prompts=(PROMPTS[i],)) for i in range(count)]
-
-
-@pytest.fixture
-def pool(tmp_path, monkeypatch):
-    """A pool that prints into `pool.lines`, and waits a second for a worker."""
-    lines = []
-    monkeypatch.setattr(pools, "print", lines.append, raising=False)
-    monkeypatch.setattr(pools, "PATIENCE", 1.0)
-    with WorkerPool(FACTS, "localhost", str(tmp_path), wanted=1) as made:
-        made.lines, made.workdir = lines, str(tmp_path)
-        yield made
+    return [Ask("engine", prompts=(PROMPTS[i],), ids=np.array([i], np.uint32)) for i in range(count)]
 
 
 def joined(pool, name, facts=FACTS):
@@ -97,8 +87,8 @@ def worker(pool, name, answer):
 
 
 def nothing(ask):
-    """Answer without rollouts."""
-    return WorkerAnswer(None, 0.25, "")
+    """Answer with what was asked for, if only to compile."""
+    return (rollouts(ask) if ask.prompts else WorkerAnswer())._replace(weights_seconds=0.25)
 
 
 def never(done, total):

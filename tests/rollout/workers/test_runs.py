@@ -107,15 +107,19 @@ def test_a_learner_of_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_run_is_the_same_where_workers_come_and_one_is_killed(alone, tmp_path):
-    """It begins with the first of three, which is killed."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_run_is_the_same_where_workers_come_and_one_is_killed_or_hangs(alone, tmp_path, how):
+    """It begins with the first of three, which is killed, or stopped for good: noticed after a minute."""
     processes = fleet(tmp_path, workers=3, more=["--config.pipeline.workers=1"])
     wait_for("step 1/", tmp_path, processes)
     first = output(tmp_path).split("rollout worker ")[1].split()[0]
-    os.kill(int(first.split(":")[1]), signal.SIGKILL)
+    os.kill(int(first.split(":")[1]), how)
+    processes[0].wait(timeout=600)
+    os.kill(int(first.split(":")[1]), signal.SIGKILL)  # a zombie, unless it was stopped
     rows, codes = ended(tmp_path, processes)
     assert codes[0] == 0 and sorted(codes[1:]) == [-signal.SIGKILL, 0, 0], output(tmp_path)
-    assert f"rollout worker {first} left" in output(tmp_path)
+    why = "left" if how == signal.SIGKILL else "has not answered within 60 s"
+    assert f"rollout worker {first} {why}; others do its rollouts" in output(tmp_path)
     assert_equal(rows, alone)
 
 
