@@ -102,7 +102,7 @@ def _unpacked(kind: Any, value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         (origin,) = (one for one in inner if one is not types.NoneType)  # only optional values
         return _unpacked(origin, value, arrays)
     if origin in (np.ndarray, jax.Array):  # the latter where a host array stands in for one
-        return arrays[value] if isinstance(value, str) else _empty(*value)
+        return arrays[value] if isinstance(value, str) else _empty(value[0], value[1])
     if fields := _fields(origin):
         hints = typing.get_type_hints(origin)
         return origin(**{field: _unpacked(hints[field], value[field], arrays) for field in fields})

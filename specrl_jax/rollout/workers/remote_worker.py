@@ -25,7 +25,7 @@ class WorkerLost(Exception):
     """A worker is not there any more, or of no use; the text says why."""
 
 
-class Kind(NamedTuple):
+class JobKind(NamedTuple):
     """Identifies jobs that take about as long as each other."""
 
     engine: str
@@ -38,14 +38,14 @@ class Durations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slowest: dict[Kind, float] = {}
+        self._slowest: dict[JobKind, float] = {}
 
-    def limit(self, kind: Kind) -> float:
+    def limit(self, kind: JobKind) -> float:
         """Return the seconds after which a worker is given up."""
         with self._lock:
             return max(LEAST_SECONDS, SLOW * self._slowest[kind]) if kind in self._slowest else FIRST_SECONDS
 
-    def note(self, kind: Kind, seconds: float) -> None:
+    def note(self, kind: JobKind, seconds: float) -> None:
         with self._lock:
             self._slowest[kind] = max(self._slowest.get(kind, 0.0), seconds)
 
@@ -65,7 +65,7 @@ class RemoteWorker:
         Raises WorkerLost: it leaves, its answer is none, or does not come in time; what it begins takes until it is
         told, and is not counted.
         """
-        kind = Kind(ask.engine, bool(ask.prompts), ask.engine not in self._engines)
+        kind = JobKind(ask.engine, bool(ask.prompts), ask.engine not in self._engines)
         seconds, start = self._durations.limit(kind), time.monotonic()
         try:
             with deadline(self._connection, seconds):

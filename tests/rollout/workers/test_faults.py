@@ -16,7 +16,7 @@ import pytest
 from specrl_jax.rollout.workers import pool as pools
 from specrl_jax.rollout.workers import remote_worker
 from specrl_jax.rollout.workers.messages import Ask, WorkerAnswer, open_connection, read_address, receive
-from specrl_jax.rollout.workers.remote_worker import Durations, Kind, wrong_answer
+from specrl_jax.rollout.workers.remote_worker import Durations, JobKind, wrong_answer
 from tests.helpers.runs import ROOT
 from tests.rollout.workers.answers import rollouts
 from tests.rollout.workers.test_pool import PROMPTS, asks, joined, never, nothing, weights, worker
@@ -67,7 +67,7 @@ def test_a_worker_that_hangs_within_a_message_hangs_alone(pool, monkeypatch):
 
 
 def test_how_long_a_worker_may_take():
-    durations, kind = Durations(), Kind("engine", True, False)
+    durations, kind = Durations(), JobKind("engine", True, False)
     assert durations.limit(kind) == 1800
     durations.note(kind, 2.0)
     assert durations.limit(kind) == 60
