@@ -1,6 +1,6 @@
 """specrl_jax: lossless speculative rollouts for RL post-training of language models, in JAX.
 
-`__all__` is the public API, see docs/tasks.md. Each name is imported when it is first used, so `import specrl_jax` and
+`__all__` is the public API, see docs/api.md. Each name is imported when it is first used, so `import specrl_jax` and
 a reward process import no jax.
 """
 
@@ -17,6 +17,7 @@ _MODULES = {
     "validate": "specrl_jax.config.validate",
     "train": "specrl_jax.tasks.train",
     "load_generator": "specrl_jax.tasks.generate",
+    "load_policy": "specrl_jax.library",
     "verify": "kernels_pallas.verify.op",
     "VerifyInputs": "kernels_pallas.verify.op",
     "Draft": "kernels_pallas.verify.op",

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 
@@ -10,8 +11,17 @@ import pytest
 import specrl_jax
 from tests.helpers.runs import ROOT, process_environment
 
-COMPILE = ("train", "load_generator")  # run in a process that has one device, as a notebook does
+COMPILE = ("train", "load_generator", "load_policy")  # run in a process that has one device, as a notebook does
 FUNCTIONS = [name for name in specrl_jax.__all__ if inspect.isfunction(getattr(specrl_jax, name))]
+# The saved policy is the one that the generator goes on with, and not the one that was loaded.
+LATER = """
+before = generator.generate(["384+257\\n"], 4, seed=7, params=policy.params).rollouts.logprobs
+after = generator.generate(["384+257\\n"], 4, seed=7, params=params).rollouts.logprobs
+saved = load_policy(SAVED, tokenizer="char")
+again = generator.generate(["384+257\\n"], 4, seed=7, params=saved.params).rollouts.logprobs
+print(np.array_equal(after, again))
+print(np.array_equal(before, again))
+"""
 PROGRAM = "import sys, tests.test_api as t; sys.exit(t.failures(sys.argv[1]))"
 
 
@@ -37,6 +47,22 @@ def test_the_example_that_compiles_an_engine_runs(name):
     subprocess.run([sys.executable, "-c", PROGRAM, name], cwd=ROOT, env=process_environment(), check=True)
 
 
+@pytest.mark.slow
+def test_the_training_loop_of_the_page_learns_in_three_steps(tmp_path):
+    """It runs as it is, but for the number of steps; and its generator takes the new weights."""
+    (program,) = (part for part in code_of("docs/api.md") if "STEPS" in part)
+    assert program.count("\n") <= 40
+    program = program.replace("STEPS, PROMPTS, SAMPLES = 20, 8, 8", "STEPS, PROMPTS, SAMPLES = 3, 4, 4")
+    program = program.replace('"runs/reinforce"', "SAVED")
+    program = f"SAVED = {str(tmp_path)!r}\n{program}{LATER}"
+    env = process_environment()
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-4000:]
+    *steps, same, other = found.stdout.splitlines()
+    assert len(steps) == 3 and all(float(step.split()[2]) > 1 for step in steps)
+    assert (same, other) == ("True", "False")
+
+
 def test_every_class_is_documented_and_used_in_an_example():
     sources = "".join(example.source for name in FUNCTIONS for example in examples(name))
     for name in specrl_jax.__all__:
@@ -45,8 +71,12 @@ def test_every_class_is_documented_and_used_in_an_example():
 
 
 def test_the_page_lists_every_name():
-    page = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/api.md").read_text()
     assert [name for name in specrl_jax.__all__ if f"`{name}" not in page] == []
+
+
+def code_of(page):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 def test_an_unknown_name_is_an_attribute_error():

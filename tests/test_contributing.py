@@ -26,12 +26,14 @@ def defined(name, scope):
 def test_the_loss_is_the_policy_gradient_with_the_whole_ratio(monkeypatch):
     table = objectives.SURROGATES | {"unclipped": defined("_unclipped", vars(objectives).copy())}
     monkeypatch.setattr(objectives, "SURROGATES", table)
-    objective = objectives.Objective(0.2, 0.2, kl_coef=0.0, loss="unclipped")
+    objective = objectives.Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.0, loss="unclipped")
     old, advantages, mask = jnp.full((1, 2), -1.0), jnp.array([[2.0]]), jnp.ones((1, 2), bool)
 
     def loss(logprobs):
         inputs = objectives.LossInputs(old, None, advantages)
-        return objectives.grpo_loss(logprobs, old, inputs, mask=mask, segments=None, objective=objective).loss.value()
+        return objectives.grpo_loss(
+            logprobs=logprobs, entropy=old, inputs=inputs, mask=mask, segments=None, objective=objective
+        ).loss.value()
 
     logprobs = jnp.array([[-0.2, -2.5]])
     ratio = np.exp(np.array([[0.8, -1.5]]))

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # From top to bottom; `decoding` and `rl` additionally know no model.
 ORDER = [
     "cli",
+    "library",
     "tasks",
     "dry_run",
     "training",
@@ -35,6 +36,7 @@ ORDER += [
     "json_files",
     "child_process",
     "frames",
+    "logs",
     "errors",
     "accelerator_flags",
 ]

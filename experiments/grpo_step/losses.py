@@ -25,14 +25,20 @@ B, T = 32, 64
 TOLERANCE = 1e-4
 NO_DUAL = 0.0  # TRL has it off by default (its `delta`)
 CASES = {
-    "clip, token": Objective(0.2, 0.28, 0.0, clip_dual=NO_DUAL),
-    "clip, sequence": Objective(0.2, 0.28, 0.0, clip_dual=NO_DUAL, aggregation="sequence"),
-    "clip, constant": Objective(0.2, 0.28, 0.0, clip_dual=NO_DUAL, aggregation="constant", longest=T),
-    "clip, token, k3": Objective(0.2, 0.28, 0.3, clip_dual=NO_DUAL),
-    "gspo, sequence": Objective(0.2, 0.28, 0.0, clip_dual=NO_DUAL, loss="gspo", aggregation="sequence"),
-    "cispo, token": Objective(1.0, 0.28, 0.0, clip_dual=NO_DUAL, loss="cispo"),
-    "clip, token, token_truncate": Objective(0.2, 0.28, 0.0, clip_dual=NO_DUAL, correction="token_truncate"),
-    "on policy, token": Objective(0.2, 0.28, 0.0, clip_dual=NO_DUAL, old_logprobs="current"),
+    "clip, token": Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL),
+    "clip, sequence": Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL, aggregation="sequence"),
+    "clip, constant": Objective(
+        clip_low=0.2, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL, aggregation="constant", longest=T
+    ),
+    "clip, token, k3": Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.3, clip_dual=NO_DUAL),
+    "gspo, sequence": Objective(
+        clip_low=0.2, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL, loss="gspo", aggregation="sequence"
+    ),
+    "cispo, token": Objective(clip_low=1.0, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL, loss="cispo"),
+    "clip, token, token_truncate": Objective(
+        clip_low=0.2, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL, correction="token_truncate"
+    ),
+    "on policy, token": Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0, clip_dual=NO_DUAL, old_logprobs="current"),
 }
 
 
@@ -52,7 +58,7 @@ def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]
 
     def loss(logprobs: jax.Array) -> jax.Array:
         return grpo_loss(
-            logprobs, given["entropy"], signal, mask=given["mask"], segments=None, objective=o
+            logprobs=logprobs, entropy=given["entropy"], inputs=signal, mask=given["mask"], segments=None, objective=o
         ).loss.value()
 
     value, gradient = jax.value_and_grad(loss)(batch["logprobs"])

@@ -7,6 +7,7 @@ from typing import cast
 from specrl_jax.data.renderer import OverLimit, renderer
 from specrl_jax.data.special import PromptText, rendered, strings, unused_characters, with_strings
 from specrl_jax.errors import InputError
+from specrl_jax.logs import say
 
 Messages = list[dict[str, str]]
 
@@ -180,4 +181,4 @@ class ChatTemplate:
             role, read = before["role"], now["role"]
             if role != read and role not in self._renamed:
                 self._renamed[role] = read
-                print(f"data.tokenizer: the chat template has no role {role!r}; its messages are read as {read!r}")
+                say(f"data.tokenizer: the chat template has no role {role!r}; its messages are read as {read!r}")

@@ -15,6 +15,7 @@ import rich.progress
 from specrl_jax.errors import printable
 from specrl_jax.io.memory import within_memory
 from specrl_jax.io.signals import raise_once_set
+from specrl_jax.logs import is_heard
 
 RECENT = 20  # steps whose seconds say how long the others take
 COMPILES = 0.05  # a step in which a larger share is spent compiling says nothing about the others
@@ -85,7 +86,8 @@ LONG = 10.0  # seconds
 
 
 class Display:
-    """On a terminal a line for each finished step above a live one, the progress of the phase; nothing if not `shown`.
+    """On a terminal a line for each finished step above a live one, the progress of the phase; nothing if not `shown`
+    or where the logger is silenced.
 
     A file gets the lines of the steps, each whole, however long.
 
@@ -93,7 +95,7 @@ class Display:
     """
 
     def __init__(self, steps: int, done: int, stop: threading.Event, *, shown: bool = True) -> None:
-        self._raise_once_set = raise_once_set(stop)
+        self._raise_once_set, shown = raise_once_set(stop), shown and is_heard()
         self._steps, self._done, self._pace = steps, done, Pace()
         self.compiling, self._finished = CompileClock(), time.perf_counter()
         # Messages of rewards and files are literal text.

@@ -14,6 +14,7 @@ from specrl_jax.core import atomic_write
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.json_files import Checked, check, read_json
+from specrl_jax.logs import say
 
 # Keys and sections that may change when a run is resumed.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run", "pipeline.workers", "pipeline.host")
@@ -37,7 +38,7 @@ def open_workdir(path: str, config: Mapping[str, object]) -> None:
         os.makedirs(path, exist_ok=True)
         _hold(path)
         if os.path.exists(file := os.path.join(path, "config.json")) and (differs := _differs(path, config)):
-            print(f"--workdir {path}: a run with {differs} ended there before its first step; taken over")
+            say(f"--workdir {path}: a run with {differs} ended there before its first step; taken over")
         with atomic_write(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
     except OSError as error:

@@ -111,13 +111,9 @@ class Packing(NamedTuple):
         return self.num_shards * shared
 
     def vocab_tile(self, vocab: int, shards: int = 1) -> int:
-        """Return the vocabulary entries that are unembedded at once, on all devices; 0: all.
-
-        Of `vocab` entries over `shards` devices: the float32 logits of a microbatch take TILE_BYTES a device, at most.
-        """
+        """Return `vocab_tile` of a microbatch."""
         tokens = max(math.prod(shape) for shape in self.shapes) // (self.num_shards * self.sequence_shards)
-        tiles = power_of_two(math.ceil(4 * tokens * vocab / shards / TILE_BYTES))
-        return -(-vocab // tiles) if tiles > 1 else 0
+        return vocab_tile(tokens, vocab, shards)
 
     def rows(self, needed: int, tokens: int) -> int:
         """Return the rows of a part that needs `needed` of `tokens`: full microbatches."""
@@ -128,6 +124,15 @@ class Packing(NamedTuple):
     def ids(self) -> int:
         """Return the room for the ids of a sampling mask, a token: see `ids_per_row`."""
         return max(1, self.most_kept) if self.most_kept <= EXACT else IDS
+
+
+def vocab_tile(tokens: int, vocab: int, shards: int = 1) -> int:
+    """Return the vocabulary entries that are unembedded at once, on all devices; 0: all.
+
+    Of `vocab` entries over `shards` devices: the float32 logits of a device's `tokens` take TILE_BYTES there, at most.
+    """
+    tiles = power_of_two(math.ceil(4 * tokens * vocab / shards / TILE_BYTES))
+    return -(-vocab // tiles) if tiles > 1 else 0
 
 
 def least_pass(packing: Packing) -> str:

@@ -187,7 +187,12 @@ def make_policy_step(
         out = forward.apply(forward.merge(trained, frozen), rows, partition)
         assert out.logprobs is not None and out.entropy is not None  # rows have targets
         terms = grpo_loss(
-            out.logprobs, out.entropy, inputs, mask=rows.mask, segments=rows.segments, objective=objective
+            logprobs=out.logprobs,
+            entropy=out.entropy,
+            inputs=inputs,
+            mask=rows.mask,
+            segments=rows.segments,
+            objective=objective,
         )
         logprobs = jax.lax.stop_gradient(out.logprobs)
         outputs = StepOutputs(logprobs, _features(out) if forward.features else None)

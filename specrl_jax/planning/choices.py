@@ -23,8 +23,9 @@ from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
 from specrl_jax.drafts.sizes import Head, head_parameters, priced_head
-from specrl_jax.errors import InputError, Mistakes, printable
+from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import recorded_config
+from specrl_jax.logs import say
 from specrl_jax.models import cache as kv
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
@@ -57,9 +58,9 @@ class Machine(NamedTuple):
     memory: float  # bytes of a device, of the smallest of all processes
 
 
-def say(key: str, value: object, reason: str) -> dict[str, object]:
+def chosen(key: str, value: object, reason: str) -> dict[str, object]:
     """Print what is chosen for a key, and return it."""
-    print(printable(f"{key} = {shown(value)}: {reason}"))
+    say(f"{key} = {shown(value)}: {reason}")
     return {key: value}
 
 
@@ -73,7 +74,7 @@ def fit_policy(config: Config, given: Collection[str]) -> Config:
         return config
     own = with_values(config, {"policy.preset": ""})
     if "policy.preset" not in given and _sizes(config) is None and _sizes(own) is not None:
-        config = with_values(own, say("policy.preset", "", f"{config.policy.preset} does not fit policy.path"))
+        config = with_values(own, chosen("policy.preset", "", f"{config.policy.preset} does not fit policy.path"))
     if (model := _sizes(config)) is None:
         return config
     attempts: tuple[dict[str, object], ...] = (
@@ -91,7 +92,7 @@ def fit_policy(config: Config, given: Collection[str]) -> Config:
             continue
         changed = {key: value for key, value in changes.items() if value_of(config, key) != value}
         for key, value in changed.items():
-            say(key, value, f"what the config has does not fit this policy ({reason})")
+            chosen(key, value, f"what the config has does not fit this policy ({reason})")
         return with_values(config, changed)
     return config
 
@@ -121,7 +122,7 @@ def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
     """Return the config with the open values of the run that it resumes: data and memory may have changed since."""
     values = {key: recorded[key] for key in left_open(config) if key in recorded}
     if values:
-        print(printable("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in values.items())))
+        say("as this run began: " + ", ".join(f"{key} = {shown(x)}" for key, x in values.items()))
     return with_values(config, values)
 
 
@@ -137,12 +138,12 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
     d, e = config.data, config.eval
     alone = d.path and not e.path and not e.task and len(split_paths(d.path, "data.path")) == 1
     if alone and (found := own_validation(d.path)):
-        config = with_values(config, say("eval.path", found, "the split of data.path that is not for training"))
+        config = with_values(config, chosen("eval.path", found, "the split of data.path that is not for training"))
     config = _schemas(config, detects)
     if d.chat == "auto" and tokenizer:
         always = tokenizer.has_chat_template
         reason = f"the tokenizer's folder has {'a' if always else 'no'} chat template"
-        config = with_values(config, say("data.chat", "always" if always else "never", reason))
+        config = with_values(config, chosen("data.chat", "always" if always else "never", reason))
     return config
 
 
@@ -158,7 +159,9 @@ def _schemas(config: Config, detects: bool) -> Config:
         with mistakes.check():
             pairs = zip(paths, schemas, strict=True)
             found = [detect_schema(one, f"{section}.path") if name == AUTO else name for one, name in pairs]
-            config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
+            config = with_values(
+                config, chosen(f"{section}.schema", ",".join(found), "by the columns of the first row")
+            )
     mistakes.refuse()
     return config if d.path or d.schema != AUTO else with_values(config, {"data.schema": ""})
 
@@ -183,7 +186,7 @@ def choose_sizes(config: Config, model: DecoderConfig, machine: Machine, *, meas
     for key, step in steps.items():
         if value_of(config, key) == AUTOMATIC[key]:
             value, reason = step(_Sizing(config, model, machine, measured))
-            config = with_values(config, say(key, value, reason))
+            config = with_values(config, chosen(key, value, reason))
     return config
 
 

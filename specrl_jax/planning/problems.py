@@ -16,7 +16,8 @@ from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.requests import check_prompts
-from specrl_jax.errors import InputError, Mistakes, printable
+from specrl_jax.errors import InputError, Mistakes
+from specrl_jax.logs import say
 from specrl_jax.rewards.code.reward import fault_of_tests, own_program
 from specrl_jax.rewards.messages import Context, RewardInput
 from specrl_jax.rewards.scorer import OwnAnswer
@@ -113,7 +114,7 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True, *, m
     longest = config.rollout.max_prompt_tokens or LONGEST
     check_prompts([tokenizer.encode_prompt(problem.prompt) for problem in checked], longest)
     for line in files.reports if most is None else ():
-        print(printable(line))
+        say(line)
     return problems
 
 

@@ -34,7 +34,7 @@ def logprob_passes(old_logprobs: str, kl_coef: float) -> int:
     return int(old_logprobs == "learner") + int(kl_coef > 0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
     """Options of the loss, as in the config's section grpo. Raises InputError for a name that is in no table."""
 
@@ -98,10 +98,10 @@ def kl_estimate(logprobs: jax.Array, other: jax.Array, mask: jax.Array) -> jax.A
 
 
 def grpo_loss(
+    *,
     logprobs: jax.Array,
     entropy: jax.Array,
     inputs: LossInputs,
-    *,
     mask: jax.Array,
     segments: jax.Array | None,
     objective: Objective,
@@ -120,9 +120,9 @@ def grpo_loss(
       >>> from specrl_jax import LossInputs, Objective, grpo_loss
       >>> logprobs, entropy, mask = jnp.full((2, 3), -1.0), jnp.ones((2, 3)), jnp.ones((2, 3), bool)
       >>> inputs = LossInputs(None, None, advantages=jnp.array([[1.0], [-0.5]]))
-      >>> objective = Objective(0.2, 0.2, kl_coef=0.0)
-      >>> found = grpo_loss(logprobs, entropy, inputs, mask=mask, segments=None, objective=objective)
-      >>> float(found.loss.value())
+      >>> objective = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.0)
+      >>> terms = {"logprobs": logprobs, "entropy": entropy, "inputs": inputs, "mask": mask}
+      >>> float(grpo_loss(**terms, segments=None, objective=objective).loss.value())
       -0.25
     """
     o = objective

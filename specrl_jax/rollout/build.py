@@ -17,6 +17,7 @@ from specrl_jax.decoding.features.router_records import RouterRecords
 from specrl_jax.decoding.features.sampling_mask import SamplingMasks
 from specrl_jax.decoding.programs import Program
 from specrl_jax.drafts.base import DrafterConfig
+from specrl_jax.logs import say
 from specrl_jax.planning.plan import Plan, draft_lengths, sampling_of
 from specrl_jax.rollout.inference_engine import (
     InferenceConfig,
@@ -149,5 +150,5 @@ def find_tokenizer(config: Config, policy_vocab: int) -> Tokenizer:
     if config.policy.path:  # a random policy says nothing that could be read
         check_covers(tokenizer, name, policy_vocab)
     if config.data.chat != "never" and (fault := end_of_turn_fault(tokenizer, config.data.thinking)):
-        print(f"warning: {fault}")
+        say(f"warning: {fault}")
     return tokenizer

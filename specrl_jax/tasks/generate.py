@@ -1,6 +1,7 @@
 """Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out."""
 
 import dataclasses
+import functools
 import json
 import os
 import threading
@@ -13,13 +14,14 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig
 from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.validate import validate
-from specrl_jax.core import open_written
+from specrl_jax.core import Params, open_written
 from specrl_jax.data.prompts import holds_special
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.draft_lengths import DraftLengthPolicy
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.programs import Program
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, printable
@@ -30,7 +32,7 @@ from specrl_jax.learner.build import Learner
 from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import build
-from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.initial import initial_weights, weights_of
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import response_texts, speculation_metrics
 
@@ -65,6 +67,7 @@ class Generation:
     draft_positions: list[list[int]]
     draft_kind: str
     ended: np.ndarray  # [P x samples] bool, by end-of-text; else cut at max_response_tokens
+    rollouts: Rollouts  # the same as arrays, rows of prompt and response
     speculation: dict[str, float]  # acceptance lengths and rates, by the names of metrics.jsonl
     seconds: float
 
@@ -80,7 +83,7 @@ class Generation:
         return rollout_html.responses(self.prompts, self.token_texts, self.draft_positions, draft_kind=self.draft_kind)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Generator:
     """A policy with its draft, loaded and ready to generate."""
 
@@ -89,6 +92,7 @@ class Generator:
     tokenizer: Tokenizer
     lengths: DraftLengthPolicy | None  # chooses draft lengths; None: always the longest
     draft_kind: str
+    prepare: Callable[[Params], Weights]  # of the policy's parameters and the draft as it was loaded
 
     def generate(
         self,
@@ -96,14 +100,21 @@ class Generator:
         samples: int = 1,
         seed: int = 0,
         *,
+        params: Params | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Generation:
         """Generate `samples` responses to each prompt, which is text or chat messages. Equal seeds give equal noise.
 
         Special tokens in a text stay text, but for a PromptText, as `tokenizer.apply_chat_template` returns it.
 
+        Args:
+          params: of the policy from now on, as `load_policy` has them; the draft stays, so more or fewer of its tokens
+            are accepted, and the responses are the new policy's samples.
+
         Raises InputError for a prompt that is empty or too long.
         """
+        if params is not None:
+            self.weights = self.prepare(params)
         texts = [p if isinstance(p, str) else self.tokenizer.apply_chat_template(p) for p in prompts]
         encoded = [self.tokenizer.encode_prompt(text) for text in texts]
         start = time.perf_counter()
@@ -121,6 +132,7 @@ class Generator:
             draft_positions=[rollouts.draft_positions[row, part].tolist() for row, part in zip(rows, parts)],
             draft_kind=self.draft_kind,
             ended=rollouts.ended,
+            rollouts=rollouts,
             speculation=speculation_metrics(rollouts),
             seconds=seconds,
         )
@@ -187,9 +199,13 @@ def make_generator(learner: Learner, rollout: RolloutEngines) -> Generator:
     engine = rollout.engine
     draft = learner.plan.config.draft
     adaptive = draft.adaptive and engine.draft_length
-    lengths = engine.controller() if adaptive else None
     return Generator(
-        engine, initial_weights(learner, rollout), rollout.tokenizer, lengths=lengths, draft_kind=draft.kind
+        engine,
+        initial_weights(learner, rollout),
+        rollout.tokenizer,
+        lengths=engine.controller() if adaptive else None,
+        draft_kind=draft.kind,
+        prepare=functools.partial(weights_of, learner, rollout),
     )
 
 

@@ -16,6 +16,7 @@ from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.trackers import Trackers
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.io.workdir import open_workdir
+from specrl_jax.logs import silenced
 from specrl_jax.rollout.workers.engine import with_workers
 from specrl_jax.rollout.workers.processes import open_workers
 from specrl_jax.training.inputs import open_inputs
@@ -35,7 +36,12 @@ def run(config: Config, workdir: str, changed_files: bool = False) -> None:
 
 
 def train(
-    config: Config, workdir: str, stop: threading.Event | None = None, *, changed_files: bool = False
+    config: Config,
+    workdir: str,
+    stop: threading.Event | None = None,
+    *,
+    changed_files: bool = False,
+    quiet: bool = False,
 ) -> Iterator[StepMetrics]:
     """Train, or resume the run in `workdir`; yield the metrics of each step (docs/metrics.md).
 
@@ -44,6 +50,7 @@ def train(
     Args:
       stop: once set, the run saves the last finished step and raises Stopped.
       changed_files: resume although files that the config names were replaced since.
+      quiet: print nothing. What is printed otherwise goes through the logger `specrl_jax`.
 
     Raises:
       InputError: for a config, file or workdir that is wrong.
@@ -55,12 +62,13 @@ def train(
       >>> c.policy.preset, c.draft.kind, c.draft.length, c.draft.compare_rounds = "nano", "ngram", 1, 0
       >>> c.steps, c.grpo.prompts_per_step, c.grpo.group_size, c.rollout.num_slots = 1, 1, 2, 1
       >>> c.rollout.max_response_tokens, c.eval.samples, c.eval.problems = 4, 1, 1
-      >>> rows = list(train(from_config_dict(c), tempfile.mkdtemp()))
-      evaluating 2 answers...
+      >>> rows = list(train(from_config_dict(c), tempfile.mkdtemp(), quiet=True))
       >>> [row["step"] for row in rows]
       [0, 1]
     """
     with contextlib.ExitStack() as ending:
+        if quiet:
+            ending.enter_context(silenced())
         trackers = ending.enter_context(contextlib.closing(Trackers()))
         checking = functools.partial(check_files, workdir, changed=changed_files)
         opening = functools.partial(open_trackers, trackers, workdir)

@@ -83,7 +83,11 @@ def with_initial_draft(learner: Learner, state: RunState) -> RunState:
 
 def initial_weights(learner: Learner, rollout: RolloutEngines) -> Weights:
     """Return the engines' weights before training, without the optimizers' memory."""
-    policy = initial_params(learner)
+    return weights_of(learner, rollout, initial_params(learner))
+
+
+def weights_of(learner: Learner, rollout: RolloutEngines, policy: Params) -> Weights:
+    """Return the engines' weights of a policy and the draft that a run begins with, which is read again."""
     if learner.plan.draft is None:
         return rollout.prepare_step(policy, None, None)
     return rollout.prepare_step(policy, initial_draft_params(learner, policy), initial_vocab_map(learner))

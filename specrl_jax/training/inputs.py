@@ -19,6 +19,7 @@ from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.io.workdir import has_begun, try_workdir
 from specrl_jax.learner.batch import least_pass
 from specrl_jax.learner.build import Learner, make_learner, make_packing
+from specrl_jax.logs import say
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.planning.cache_size import device_memory
 from specrl_jax.planning.choices import (
@@ -185,5 +186,5 @@ class _Passes:
         plan = make_plan(config, mesh, model)
         learns = config.task in ("train", "draft_pretrain")
         if learns and (line := least_pass(make_packing(plan))) and is_first_process():
-            print(line)
+            say(line)
         return RunInputs(plan, tokenizer, dataclasses.replace(problems, config=config), scorer=self.scorer)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from specrl_jax import distributed
 from specrl_jax.config import Config
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.errors import InputError, printable
+from specrl_jax.errors import InputError
 from specrl_jax.io.agreement import named_files
 from specrl_jax.io.checkpoint_reader import of_this_version
 from specrl_jax.io.checkpoints import Checkpoints
@@ -14,6 +14,7 @@ from specrl_jax.io.metrics import StepMetrics
 from specrl_jax.learner.build import Learner
 from specrl_jax.learner.replay import Replay, make_replay
 from specrl_jax.learner.state import RunState
+from specrl_jax.logs import say
 from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.rollout.generate import NOTHING_PREFETCHED, PrefetchedRollouts
 from specrl_jax.rollout.pipeline import rollouts_of
@@ -103,7 +104,7 @@ def start_run(learner: Learner, rollout: RolloutEngines, checkpoints: Checkpoint
 
 def _print_once(line: str) -> None:
     if distributed.is_first_process():
-        print(printable(line), flush=True)
+        say(line)
 
 
 def saved_part(state: RunState) -> RunState:

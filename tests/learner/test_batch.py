@@ -220,9 +220,13 @@ def test_room_for_all_ids_of_a_small_top_k():
 
 
 OBJECTIVES = {
-    "token": Objective(0.2, 0.28, 0.1),
-    "sequence": Objective(0.2, 0.28, 0.1, loss="gspo", aggregation="sequence", correction="sequence_truncate"),
-    "constant": Objective(0.2, 0.28, 0.1, loss="cispo", aggregation="constant", entropy_coef=0.01, longest=7),
+    "token": Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.1),
+    "sequence": Objective(
+        clip_low=0.2, clip_high=0.28, kl_coef=0.1, loss="gspo", aggregation="sequence", correction="sequence_truncate"
+    ),
+    "constant": Objective(
+        clip_low=0.2, clip_high=0.28, kl_coef=0.1, loss="cispo", aggregation="constant", entropy_coef=0.01, longest=7
+    ),
 }
 
 

@@ -54,7 +54,7 @@ F32 = jnp.dtype("float32")
 B, T = 8, 14
 LEARN = PolicyForward(POLICY, F32, False, vocab_tile=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
 DRAFT_LEARN = DraftForward(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, temperature=0.8)
-OBJECTIVE = Objective(0.2, 0.28, 0.0)
+OBJECTIVE = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
 

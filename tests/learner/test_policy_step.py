@@ -24,8 +24,8 @@ NANO = decoder.preset("nano")
 SPECS = decoder.param_specs(NANO)
 B, T = 8, 16
 PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat="none", vocab_tile=0, temperature=1.0)
-WITH_KL = Objective(0.2, 0.28, 0.1)
-WITHOUT_KL = Objective(0.2, 0.28, 0.0)
+WITH_KL = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.1)
+WITHOUT_KL = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0)
 SPLIT = "data 2, tensor 2, fsdp 2"
 MESHES = {
     "one": {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1},

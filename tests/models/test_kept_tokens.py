@@ -191,10 +191,15 @@ def test_the_policy_gradient_is_that_of_the_truncated_distribution(sampling, flo
     def gradient(table, kept):
         scores = token_scores(jnp.array(hidden), table, answers[drawn], tiling(4, sampling.temperature), kept)
         np.testing.assert_equal(scores.logprobs.dtype, np.float64)
-        objective, mask = Objective(0.2, 0.2, kl_coef=0.0), jnp.ones((len(drawn), 2), bool)
+        objective, mask = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.0), jnp.ones((len(drawn), 2), bool)
         inputs = LossInputs(None, None, advantages)
         return -grpo_loss(
-            scores.logprobs, scores.entropy, inputs, mask=mask, segments=None, objective=objective
+            logprobs=scores.logprobs,
+            entropy=scores.entropy,
+            inputs=inputs,
+            mask=mask,
+            segments=None,
+            objective=objective,
         ).loss.total
 
     replayed, ignored = (gradient(jnp.array(table), x) for x in (kept, None))

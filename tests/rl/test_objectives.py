@@ -16,8 +16,8 @@ from specrl_jax.rl.importance_sampling import CORRECTIONS
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss, kl_estimate
 
 LOW, HIGH = 0.2, 0.28
-PLAIN = Objective(LOW, HIGH, 0.0)
-WITH_KL = Objective(LOW, HIGH, 0.3)
+PLAIN = Objective(clip_low=LOW, clip_high=HIGH, kl_coef=0.0)
+WITH_KL = Objective(clip_low=LOW, clip_high=HIGH, kl_coef=0.3)
 LONGEST = 9
 LOSSES = ("clip", "gspo", "cispo")
 # (prompt, response) tokens of the sequences in each row, of 16.
@@ -94,7 +94,9 @@ def reference(x, spans, o, ratio_of=None):
 def metrics_of(x, o, logprobs=None):
     inputs = LossInputs(x["old"], x["ref"], x["advantages"], behaviour=x["behaviour"])
     logprobs = x["logprobs"] if logprobs is None else logprobs
-    return grpo_loss(logprobs, x["entropy"], inputs, mask=x["mask"], segments=x["segments"], objective=o)
+    return grpo_loss(
+        logprobs=logprobs, entropy=x["entropy"], inputs=inputs, mask=x["mask"], segments=x["segments"], objective=o
+    )
 
 
 def loss_of(x, o, logprobs=None):
@@ -106,9 +108,9 @@ PAIRS = list(itertools.product(LOSSES, AGGREGATIONS))
 
 def case(loss, aggregation, correction):
     objective = Objective(
-        0.2,
-        0.28,
-        0.3,
+        clip_low=0.2,
+        clip_high=0.28,
+        kl_coef=0.3,
         clip_dual=3.0,
         loss=loss,
         aggregation=aggregation,
@@ -122,7 +124,7 @@ def case(loss, aggregation, correction):
 
 
 CASES = [case(*pair, correction) for pair in PAIRS for correction in CORRECTIONS]
-CASES += [Objective(0.1, 0.4, 0.7, clip_dual=dual, longest=LONGEST) for dual in (0.0, 1.5)]
+CASES += [Objective(clip_low=0.1, clip_high=0.4, kl_coef=0.7, clip_dual=dual, longest=LONGEST) for dual in (0.0, 1.5)]
 
 
 def name(o):
@@ -184,13 +186,13 @@ def test_the_cases_reach_every_branch():
 def test_without_old_logprobs_the_ratio_is_one():
     """grpo.old_logprobs=current: the policy gradient, and nothing clipped."""
     x, _ = batch()
-    o = Objective(0.2, 0.28, 0.0, old_logprobs="current")
+    o = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0, old_logprobs="current")
 
     def total(values):
         metrics = grpo_loss(
-            values,
-            x["entropy"],
-            LossInputs(None, None, x["advantages"]),
+            logprobs=values,
+            entropy=x["entropy"],
+            inputs=LossInputs(None, None, x["advantages"]),
             mask=x["mask"],
             segments=x["segments"],
             objective=o,
@@ -204,21 +206,28 @@ def test_without_old_logprobs_the_ratio_is_one():
 
 def test_entropy_is_of_all_answers_also_where_none_teaches():
     x, _ = batch()
-    o = Objective(0.2, 0.28, 0.0)
+    o = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0)
     for loss_mask in (np.zeros_like(x["mask"]), x["mask"]):
         inputs = LossInputs(x["old"], None, x["advantages"], loss_mask=loss_mask)
-        metrics = grpo_loss(x["logprobs"], x["entropy"], inputs, mask=x["mask"], segments=x["segments"], objective=o)
+        metrics = grpo_loss(
+            logprobs=x["logprobs"],
+            entropy=x["entropy"],
+            inputs=inputs,
+            mask=x["mask"],
+            segments=x["segments"],
+            objective=o,
+        )
         assert float(metrics.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
 
 
 def test_the_entropy_bonus_raises_entropy():
     x, _ = batch()
-    o = Objective(0.2, 0.28, 0.0, entropy_coef=0.1)
+    o = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0, entropy_coef=0.1)
     inputs = LossInputs(x["old"], None, x["advantages"])
 
     def loss(entropy):
         return grpo_loss(
-            x["logprobs"], entropy, inputs, mask=x["mask"], segments=x["segments"], objective=o
+            logprobs=x["logprobs"], entropy=entropy, inputs=inputs, mask=x["mask"], segments=x["segments"], objective=o
         ).loss.value()
 
     gradient = jax.grad(loss)(jnp.asarray(x["entropy"], jnp.float32))
@@ -241,7 +250,14 @@ def metrics_of_rows(batch, objective):
 def metrics_from(logprobs, old, ref, advantages, mask, objective):
     """Of rows of one answer each."""
     inputs = LossInputs(old, ref, advantages[:, None])
-    return grpo_loss(logprobs, jnp.zeros_like(logprobs), inputs, mask=mask, segments=None, objective=objective)
+    return grpo_loss(
+        logprobs=logprobs,
+        entropy=jnp.zeros_like(logprobs),
+        inputs=inputs,
+        mask=mask,
+        segments=None,
+        objective=objective,
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +317,11 @@ E20 = math.exp(20)
     ],
 )
 def test_extreme_ratios(advantage, log_ratio, dual, loss, gradient, clipped):
-    old, mask, o = jnp.zeros((1, 1)), jnp.ones((1, 1), bool), Objective(LOW, HIGH, 0.0, clip_dual=dual)
+    old, mask, o = (
+        jnp.zeros((1, 1)),
+        jnp.ones((1, 1), bool),
+        Objective(clip_low=LOW, clip_high=HIGH, kl_coef=0.0, clip_dual=dual),
+    )
 
     def total(logprobs):
         metrics = metrics_from(logprobs, old, None, jnp.array([advantage]), mask, o)
@@ -326,7 +346,7 @@ def test_extreme_ratios(advantage, log_ratio, dual, loss, gradient, clipped):
 )
 def test_extreme_ratios_of_an_answer(log_ratios, advantage, loss, gradient):
     old, mask = jnp.zeros((1, 4)), jnp.ones((1, 4), bool)
-    o = Objective(LOW, HIGH, 0.0, loss="gspo", aggregation="sequence")
+    o = Objective(clip_low=LOW, clip_high=HIGH, kl_coef=0.0, loss="gspo", aggregation="sequence")
 
     def value(logprobs):
         return metrics_from(logprobs, old, None, jnp.array([advantage]), mask, o).loss.value()
@@ -339,7 +359,11 @@ def test_extreme_ratios_of_an_answer(log_ratios, advantage, loss, gradient):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(("log_ratio", "weight"), [(100.0, 1 + HIGH), (-100.0, 1 - LOW)])
 def test_extreme_weights_of_cispo_keep_their_gradient(log_ratio, weight, advantage):
-    old, mask, o = jnp.zeros((1, 1)), jnp.ones((1, 1), bool), Objective(LOW, HIGH, 0.0, loss="cispo")
+    old, mask, o = (
+        jnp.zeros((1, 1)),
+        jnp.ones((1, 1), bool),
+        Objective(clip_low=LOW, clip_high=HIGH, kl_coef=0.0, loss="cispo"),
+    )
     gradient = jax.grad(lambda x: metrics_from(x, old, None, jnp.array([advantage]), mask, o).loss.total)
     np.testing.assert_allclose(gradient(jnp.full((1, 1), log_ratio)), [[-weight * advantage]], rtol=1e-6)
 
@@ -362,9 +386,12 @@ def test_extreme_differences_from_the_reference(difference, kl, gradient):
 def test_extreme_corrections(correction, log_weight):
     """Of the first of two tokens: capped or left out; at -100 its weight is bounded, and no less than e**-20."""
     behaviour, old, mask = jnp.array([[-log_weight, 0.0]]), jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-    o = Objective(LOW, HIGH, 0.0, correction=correction)
+    o = Objective(clip_low=LOW, clip_high=HIGH, kl_coef=0.0, correction=correction)
     inputs = LossInputs(old, None, jnp.ones((1, 1)), behaviour=behaviour)
-    total = lambda x: grpo_loss(x, old, inputs, mask=mask, segments=None, objective=o).loss.total  # noqa: E731
+
+    def total(x):
+        return grpo_loss(logprobs=x, entropy=old, inputs=inputs, mask=mask, segments=None, objective=o).loss.total
+
     large = 2.0 if correction.endswith("truncate") else 0.0
     weights = [large if log_weight > 0 else 1 / E20, 1.0]
     if correction.startswith("sequence"):
@@ -461,4 +488,4 @@ def test_k3_is_unbiased(seed):
 def test_an_unknown_name_or_a_bound_without_a_meaning_is_refused(option):
     (key,) = option
     with pytest.raises(InputError, match=rf"grpo\.{key}(: there is no|=0.5: above 1)"):
-        Objective(0.2, 0.28, 0.0, **option)
+        Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0, **option)

@@ -25,12 +25,17 @@ class Variants(chex.TestCase):
     @parameterized.named_parameters(LOSSES.items())
     def test_a_loss_and_its_gradient(self, options):
         logprobs, (old, reference, behaviour), advantages, mask = batch()
-        objective = Objective(0.2, 0.28, 0.1, clip_dual=3.0, **options)
+        objective = Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.1, clip_dual=3.0, **options)
 
         def loss(logprobs, old, reference, behaviour, advantages, mask):
             inputs = LossInputs(old, reference, advantages, behaviour=behaviour)
             return grpo_loss(
-                logprobs, jnp.zeros((B, T)), inputs, mask=mask, segments=None, objective=objective
+                logprobs=logprobs,
+                entropy=jnp.zeros((B, T)),
+                inputs=inputs,
+                mask=mask,
+                segments=None,
+                objective=objective,
             ).loss.value()
 
         arguments = (logprobs, old, reference, behaviour, advantages, mask)

@@ -53,7 +53,9 @@ def test_policy_step_compiles_sharded():
     partition = partitioner(mesh(), LEARNER)
     learner = PolicyForward(MODEL, BF16, True, vocab_tile=4_748, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
-    step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition=partition)
+    step = make_policy_step(
+        learner, Objective(clip_low=0.2, clip_high=0.28, kl_coef=0.0), optimizer, partition=partition
+    )
     B, T = 8, 4096
     state = abstract_state(decoder.param_specs(MODEL), optimizer, partition)
     compiled = step.gradient.lower(state, *minibatch(B, T)).compile()

@@ -48,7 +48,10 @@ def test_policy_step_compiles_sharded(mesh):
     learner = PolicyForward(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, vocab_tile=4_748, temperature=1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(
-        learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition=partition
+        learner,
+        Objective(clip_low=grpo.clip_low, clip_high=grpo.clip_high, kl_coef=grpo.kl_coef),
+        optimizer,
+        partition=partition,
     )
     B = grpo.microbatch_tokens // 10_240
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens

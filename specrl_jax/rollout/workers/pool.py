@@ -19,6 +19,7 @@ from typing import Self
 from specrl_jax.coordinator import first_difference
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, WorkersFailed, printable
+from specrl_jax.logs import say
 from specrl_jax.rollout.workers import transfer
 from specrl_jax.rollout.workers.messages import (
     ENDED,
@@ -146,7 +147,7 @@ class WorkerPool:
             nonlocal shown
             if shown != len(self._workers) < self._wanted:
                 shown = len(self._workers)
-                print(f"waiting for rollout workers: {shown} of {self._wanted}")
+                say(f"waiting for rollout workers: {shown} of {self._wanted}")
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))
@@ -249,7 +250,7 @@ class WorkerPool:
             except Exception:  # of a stranger, or of a worker that has left again
                 return
             if refused:
-                print(printable(f"rollout worker {hello.name} refused: {refused}"))
+                say(f"rollout worker {hello.name} refused: {refused}")
                 return
             self._employ(connection, hello)
 
@@ -271,7 +272,7 @@ class WorkerPool:
         with self._changed:
             self._workers.append(hello)
             self._changed.notify_all()
-        print(f"rollout worker {hello.name} is there")
+        say(f"rollout worker {hello.name} is there")
         try:
             while True:
                 job = None  # with its weights
@@ -283,7 +284,7 @@ class WorkerPool:
                 with deadline(connection):
                     send(connection, Ask(ENDED))
         except WorkerLost as lost:
-            print(printable(f"rollout worker {hello.name} {lost}; others do its rollouts"))
+            say(f"rollout worker {hello.name} {lost}; others do its rollouts")
         except OSError:  # the run has ended for it, too
             pass
         except Exception as error:  # in every worker alike

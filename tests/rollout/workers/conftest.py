@@ -12,7 +12,7 @@ FACTS = {"version": "1", "steps": 3}
 def pool(tmp_path, monkeypatch):
     """A pool that prints into `pool.lines`, and waits a second for a worker."""
     lines = []
-    monkeypatch.setattr(pools, "print", lines.append, raising=False)
+    monkeypatch.setattr(pools, "say", lines.append)
     monkeypatch.setattr(pools, "PATIENCE", 1.0)
     with WorkerPool(FACTS, "localhost", str(tmp_path), wanted=1) as made:
         made.lines, made.workdir = lines, str(tmp_path)
