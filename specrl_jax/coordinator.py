@@ -19,12 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import clusters
 from jax._src.distributed import global_state
 
+from specrl_jax import last_words
 from specrl_jax.errors import InputError, RunFailed, fail
 
 # All processes must have joined after so long: nodes of one job may start minutes apart.
@@ -45,6 +46,7 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 # One waits for the first of a group as long as it takes; where a process is gone, its heartbeat ends all.
 WAIT_SECONDS = 7 * 24 * 3600
+GOES_ON = "the same command goes on from the last checkpoint"
 # So many messages of a group are kept by the coordinator until all have read them.
 KEPT = 256
 # How a number is sent.
@@ -77,9 +79,7 @@ def initialize(distributed: bool) -> None:
 
         def leave() -> None:  # jax would abort with a stack trace
             late = f"not all of {count} processes joined at {address} within {JOIN_SECONDS:g} s"
-            fail(_not_joined(f"{late}; where its name is a loopback address there, set {BIND}"))
-            sys.stderr.flush()
-            os._exit(1)
+            _end(_not_joined(f"{late}; where its name is a loopback address there, set {BIND}"))
 
         with unless_within(JOIN_SECONDS, leave):
             jax.distributed.initialize(
@@ -93,8 +93,19 @@ def initialize(distributed: bool) -> None:
                 shutdown_timeout_seconds=LEAVE_SECONDS,
                 coordinator_bind_address=os.environ.get(BIND) or address,
             )
+        # Where no end of its connections is heard of a process, jax notices it by its heartbeats, and aborts.
+        last_words.if_aborted(f"another process of this run has left, or cannot be reached; {GOES_ON}")
     except (ValueError, RuntimeError, TypeError) as error:
         raise InputError(_not_joined(" ".join(str(error).split()))) from None
+
+
+def _end(line: str) -> NoReturn:
+    """End the process with one line, whatever its other threads are at."""
+    fail(line)
+    last_words.has_ended()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -149,7 +160,7 @@ def has_left(error: Exception) -> ProcessLost:
             time.sleep(ANSWER_SECONDS)
     who = f"process{'es' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "another process"
     why = " ".join(str(error).split())[:200]
-    return ProcessLost(f"{who} left: {why}; the same command goes on from the last checkpoint")
+    return ProcessLost(f"{who} left: {why}; {GOES_ON}")
 
 
 @contextlib.contextmanager
@@ -163,10 +174,7 @@ def leave_with_others() -> Iterator[None]:
             if not (is_joined() and re.search("Gloo|NCCL|by peer|heartbeat", str(error))):
                 raise
             error = has_left(error)
-        fail(str(error))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _end(str(error))
 
 
 def share_event(event: threading.Event) -> None:

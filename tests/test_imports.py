@@ -37,6 +37,7 @@ ORDER += [
     "child_process",
     "frames",
     "logs",
+    "last_words",
     "errors",
     "accelerator_flags",
 ]

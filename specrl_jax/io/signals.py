@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+from specrl_jax import last_words
 from specrl_jax.coordinator import share_event
 from specrl_jax.errors import Stopped
 
@@ -36,6 +37,7 @@ def _watch(read: int, stop: threading.Event) -> None:
     while received := os.read(read, 1):
         interrupts += received[0] == signal.SIGINT
         if interrupts > 1:
+            last_words.has_ended()
             os._exit(128 + signal.SIGINT)  # reward workers end with their parent
         if received[0] in SIGNALS:
             stop.set()

@@ -104,6 +104,7 @@ TABLE = {
     "robustness.rewards": [Runs(f"{OUTPUT} --gsm8k runs/gsm8k"), Says("--gsm8k nowhere --output out", "nowhere")],
     "robustness.same_run": [Runs(f"--small --against {ROOT}")],
     "robustness.sandbox": [Runs()],
+    "robustness.two_hosts": [RunBy("test_two_hosts.py")],
     "rooms.acceptance": [Runs()],
     "rooms.drift": [STORED],
     "scale_projection.grid": [Runs()],

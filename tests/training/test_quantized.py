@@ -85,10 +85,10 @@ def test_the_quantised_policy_draws_and_is_recorded_whatever_drafts(draft, kind,
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def run():
+@pytest.fixture(scope="module", params=["int8", "fp8"])
+def run(request):
     changes = {"optimizer__learning_rate": 3e-3, "optimizer__warmup": 0, "draft__compare_rounds": 0, "steps": STEPS}
-    changes |= {"rollout__quantize": "int8", "grpo__correction": "token_truncate", "eval__problems": 4}
+    changes |= {"rollout__quantize": request.param, "grpo__correction": "token_truncate", "eval__problems": 4}
     return make_run(rlzero_tiny.get_config("smoke"), None, FunctionScorer(lower_case), **changes)
 
 
@@ -99,11 +99,11 @@ def whole(run, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_corrects_for_the_mismatch_that_it_reports(whole):
+def test_a_run_corrects_for_the_mismatch_that_it_reports(run, whole):
     rows = whole[1][1:]
     assert len(rows) == STEPS
     for row in rows:
-        assert 1e-6 < row["rollout_vs_learner/kl"] < MISMATCH["int8"]
+        assert 1e-6 < row["rollout_vs_learner/kl"] < MISMATCH[run.plan.config.rollout.quantize]
         assert row["policy/correction"] == pytest.approx(1, abs=0.05) and row["policy/correction"] != 1
         assert row["policy/grad_norm"] > 0 and row["spec/accepted"] > 0
 
@@ -120,7 +120,7 @@ def test_what_is_saved_and_exported_is_that_of_a_run_without(run, whole, tmp_pat
     assert {str(x.dtype) for x in tensors.values()} == {"float32"}
     down = np.stack([tensors[f"model.layers.{i}.mlp.down_proj.weight"].T for i in range(run.plan.model.layers)])
     np.testing.assert_array_equal(down, state.policy.params["layers"]["down"])
-    assert np.abs(down - rounded(state.policy.params, "int8")["layers"]["down"]).max() > 1e-5
+    assert np.abs(down - rounded(state.policy.params, run.plan.config.rollout.quantize)["layers"]["down"]).max() > 1e-5
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from specrl_jax import last_words
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed
-from specrl_jax.rollout.workers.last_words import say_if_aborted
 from specrl_jax.rollout.workers.messages import Bounds, Leaf, Offer
 
 Holders = dict[Bounds, list[jax.Device]]
@@ -63,7 +63,10 @@ def start_server(address: str) -> "TransferServer":
     """
     own = f"{address}:0"
     server = _transfer().start_transfer_server(jax.devices()[0].client, own, [own], transfer_size=PIECE)
-    say_if_aborted(server.address())
+    last_words.if_aborted(
+        f"its transfer port {server.address()} was open, and a message there that is not a worker's aborts it "
+        "(docs/scaling.md)"
+    )
     return server
 
 

@@ -2,11 +2,8 @@
 
 import contextlib
 import io
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +14,6 @@ from specrl_jax.rollout.workers import pool as pools
 from specrl_jax.rollout.workers import remote_worker
 from specrl_jax.rollout.workers.messages import Ask, WorkerAnswer, open_connection, read_address, receive
 from specrl_jax.rollout.workers.remote_worker import Durations, JobKind, wrong_answer
-from tests.helpers.runs import ROOT
 from tests.rollout.workers.answers import rollouts
 from tests.rollout.workers.test_pool import PROMPTS, asks, joined, never, nothing, weights, worker
 
@@ -150,20 +146,3 @@ def test_weights_can_be_fetched_once_somebody_has_the_key(pool):
     worker(pool, "w", nothing)
     pool.run(weights(), [Ask("engine")], 0, on_wait=never)
     assert pool._server._server is not None
-
-
-PROGRAM = """
-import os, sys, time
-from specrl_jax.rollout.workers.last_words import say_if_aborted
-say_if_aborted("127.0.0.1:7")
-if sys.argv[1] == "abort":
-    os.abort()
-"""
-
-
-@pytest.mark.parametrize("how", ["abort", "end"])
-def test_a_process_that_is_aborted_has_last_words(how):
-    found = subprocess.run([sys.executable, "-c", PROGRAM, how], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert found.returncode == (-signal.SIGABRT if how == "abort" else 0)
-    said = [line for line in found.stderr.splitlines() if "transfer port 127.0.0.1:7 was open" in line]
-    assert len(said) == (how == "abort")
