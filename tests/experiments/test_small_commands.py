@@ -117,6 +117,7 @@ TABLE = {
     "smollm.mismatch": [RunBy("test_smollm_replay.py")],
     "smollm.parity": [RunBy("test_smollm.py")],
     "smollm.prepare": [Runs(), Says("--gguf nowhere --output out", "nowhere")],
+    "smollm.rl.report": [STORED],
     "smollm.table": [Runs()],
     "smollm.word_problems": [Runs()],
     "step_breakdown.plot": [STORED],
