@@ -6,16 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specrl_jax.config import PolicyConfig
+from specrl_jax.config import Config, DataConfig, PolicyConfig, RolloutConfig
+from specrl_jax.config.validate import validate
 from specrl_jax.core import Params, shift_left
 from specrl_jax.data.rows import Rows
-from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
+from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.io import hf
 from specrl_jax.learner.batch import vocab_tile
+from specrl_jax.learner.build import make_learner
 from specrl_jax.learner.policy_step import PolicyForward
-from specrl_jax.models.attention import find_attention
-from specrl_jax.planning.plan import policy_sizes
-from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner
+from specrl_jax.planning.plan import make_plan
+from specrl_jax.rollout.build import find_tokenizer
+from specrl_jax.sharding import Partitioner
+from specrl_jax.tasks.export import local
+from specrl_jax.training.initial import initial_params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,8 +55,7 @@ class Policy:
         )
         out = dataclasses.replace(self.forward, vocab_tile=tile).apply(params, rows, self.partition)
         assert out.logprobs is not None and out.entropy is not None  # rows have targets
-        # Entry t is of token t + 1.
-        return tuple(jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (out.logprobs, out.entropy))  # type: ignore[return-value]
+        return _of_own_token(out.logprobs), _of_own_token(out.entropy)
 
     def save(self, params: Params, folder: str, *, dtype: str = "float32") -> None:
         """Write parameters as a Hugging Face folder, with the tokenizer's files, in float32 or bfloat16."""
@@ -90,18 +93,24 @@ def load_policy(
       >>> logprobs.shape, bool(jnp.exp(logprobs[0, -1]) > 0.9)
       ((1, 14), True)
     """
-    config = PolicyConfig(preset="", path=folder, compute_dtype=compute_dtype, remat=remat)
-    model, dtype = policy_sizes(config), jnp.dtype(compute_dtype)
-    partition = partitioner(mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}), LEARNER)
-    found = load_tokenizer(tokenizer or folder, model.vocab)
-    check_covers(found, tokenizer or folder, model.vocab)
-    forward = PolicyForward(
-        model=model,
-        dtype=dtype,
-        remat=remat,
-        vocab_tile=0,
-        temperature=temperature,
-        attention=find_attention("auto", model.head_dim, dtype, partition=partition),
+    config = Config(
+        task="export",
+        policy=PolicyConfig(preset="", path=folder, compute_dtype=compute_dtype, remat=remat),
+        rollout=RolloutConfig(temperature=temperature),
+        data=DataConfig(tokenizer=tokenizer),
     )
-    params = hf.load_params(folder, model, partition, dtype=jnp.float32)
-    return Policy(params, found, forward, partition, folder="" if tokenizer == "char" else tokenizer or folder)
+    validate(config)
+    config, own_mesh = local(config)
+    learner = make_learner(make_plan(config, mesh or own_mesh))
+    return Policy(
+        initial_params(learner),
+        find_tokenizer(config, learner.plan.model.vocab),
+        learner.forward,
+        learner.plan.learner_partition,
+        folder="" if tokenizer == "char" else tokenizer or folder,
+    )
+
+
+def _of_own_token(values: jax.Array) -> jax.Array:
+    """Move what entry t of [B, T] says of token t + 1 to that token's place; 0 for the first."""
+    return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))

@@ -79,6 +79,13 @@ def code_of(page):
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.parametrize("wrong", [{"remat": "sometimes"}, {"compute_dtype": "float16"}, {"temperature": -1.0}])
+def test_a_wrong_option_of_a_policy_is_an_input_error(wrong):
+    (name,) = wrong
+    with pytest.raises(specrl_jax.InputError, match=name):
+        specrl_jax.load_policy("experiments/tiny_base/checkpoint", tokenizer="char", **wrong)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = specrl_jax.trian

@@ -22,8 +22,9 @@ from typing import Any
 import absl.logging
 
 from experiments import commands
+from experiments.robustness import kills
 from experiments.robustness.hosts import SHARED, Host, Program, Switch, two_hosts
-from experiments.robustness.same_run import ASYNC, REWARD, check_moved, differences, load, overrides
+from experiments.robustness.same_run import ASYNC, REWARD, check_moved, differences, load
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.workdir import versions
 
@@ -43,9 +44,8 @@ class Lab:
     def __init__(self, first: Host, second: Host, switch: Switch, shared: pathlib.Path) -> None:
         self.hosts, self.switch, self.shared = (first, second), switch, shared
         (shared / "specrl_checksum.py").write_text(REWARD)
-        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{SHARED}/cache")
         self.environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": SHARED, "XLA_FLAGS": ""}
-        self.environment |= {"JAX_COMPILATION_CACHE_DIR": cache if not cache.startswith("/tmp") else f"{SHARED}/cache"}
+        self.environment |= {"JAX_COMPILATION_CACHE_DIR": f"{SHARED}/cache"}
 
     def begin(self, name: str, hosts: Sequence[Host], settings: Mapping[str, object]) -> list[Program]:
         """Begin a run of one process a host, in the workdir `name`."""
@@ -76,8 +76,7 @@ class Lab:
 
 
 def settings(more: Mapping[str, object]) -> dict[str, object]:
-    kept = {"steps": STEPS, "checkpoint.every": 2, "checkpoint.keep": STEPS, "eval.every": 0}
-    return overrides("eagle3", "sync", {}) | kept | dict(more)
+    return kills.settings("sync", "eagle3") | {"steps": STEPS} | dict(more)
 
 
 # ---- what is tried; each returns what it found, "held" among it
@@ -167,7 +166,7 @@ def workers_come_and_go(lab: Lab) -> dict[str, Any]:
 
 
 def moves_weights(lab: Lab, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Weights go from one host to the other by the transfer server: GB/s, beside a plain connection's."""
+    """Weights go from one host to the other by the transfer server; GB/s of each size, ascending."""
     first, second = lab.hosts
     found: dict[str, Any] = {"wire": lab.switch.shape, "held": True}
     for size in sizes:
@@ -193,7 +192,7 @@ def last_line(program: Program) -> str:
 def main() -> int:
     parser = commands.Parser(__doc__)
     parser.sizes(
-        parts=(list(PARTS), ["moves_weights"], "of what is tried"),
+        parts=([*PARTS, "moves_weights"], ["moves_weights"], "of what is tried"),
         mib=([16, 256], [1], "of the weights that are moved"),
         repeats=(5, 2, "times that they are"),
     )
@@ -218,7 +217,6 @@ PARTS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "loses_second": functools.partial(loses_host, lost=1),
     "loses_wire": loses_wire,
     "workers": workers_come_and_go,
-    "moves_weights": functools.partial(moves_weights, sizes=(), repeats=0),
 }
 
 

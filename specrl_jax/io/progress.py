@@ -95,7 +95,8 @@ class Display:
     """
 
     def __init__(self, steps: int, done: int, stop: threading.Event, *, shown: bool = True) -> None:
-        self._raise_once_set, shown = raise_once_set(stop), shown and is_heard()
+        self._raise_once_set = raise_once_set(stop)
+        shown = shown and is_heard()
         self._steps, self._done, self._pace = steps, done, Pace()
         self.compiling, self._finished = CompileClock(), time.perf_counter()
         # Messages of rewards and files are literal text.

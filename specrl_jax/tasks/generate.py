@@ -1,13 +1,13 @@
 """Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out."""
 
 import dataclasses
-import functools
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -32,7 +32,7 @@ from specrl_jax.learner.build import Learner
 from specrl_jax.rollout.build import RolloutEngines
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import build
-from specrl_jax.training.initial import initial_weights, weights_of
+from specrl_jax.training.initial import initial_draft, initial_weights
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import response_texts, speculation_metrics
 
@@ -197,15 +197,21 @@ def load_generator(
 def make_generator(learner: Learner, rollout: RolloutEngines) -> Generator:
     """Return the generator of a config: its policy and draft as they are before any training."""
     engine = rollout.engine
-    draft = learner.plan.config.draft
-    adaptive = draft.adaptive and engine.draft_length
+    options = learner.plan.config.draft
+    draft: tuple[Params | None, jax.Array | None] | None = None
+
+    def prepare(policy: Params) -> Weights:
+        nonlocal draft
+        draft = draft or initial_draft(learner, policy)  # read when first wanted, then kept
+        return rollout.prepare_step(policy, draft[0], draft[1])
+
     return Generator(
         engine,
         initial_weights(learner, rollout),
         rollout.tokenizer,
-        lengths=engine.controller() if adaptive else None,
-        draft_kind=draft.kind,
-        prepare=functools.partial(weights_of, learner, rollout),
+        lengths=engine.controller() if options.adaptive and engine.draft_length else None,
+        draft_kind=options.kind,
+        prepare=prepare,
     )
 
 

@@ -83,14 +83,16 @@ def with_initial_draft(learner: Learner, state: RunState) -> RunState:
 
 def initial_weights(learner: Learner, rollout: RolloutEngines) -> Weights:
     """Return the engines' weights before training, without the optimizers' memory."""
-    return weights_of(learner, rollout, initial_params(learner))
+    policy = initial_params(learner)
+    draft, vocab_map = initial_draft(learner, policy)
+    return rollout.prepare_step(policy, draft, vocab_map)
 
 
-def weights_of(learner: Learner, rollout: RolloutEngines, policy: Params) -> Weights:
-    """Return the engines' weights of a policy and the draft that a run begins with, which is read again."""
+def initial_draft(learner: Learner, policy: Params) -> tuple[Params | None, jax.Array | None]:
+    """Return the parameters and the vocabulary map of the draft that a run begins with; (None, None): it has none."""
     if learner.plan.draft is None:
-        return rollout.prepare_step(policy, None, None)
-    return rollout.prepare_step(policy, initial_draft_params(learner, policy), initial_vocab_map(learner))
+        return None, None
+    return initial_draft_params(learner, policy), initial_vocab_map(learner)
 
 
 def abstract_run_state(learner: Learner) -> RunState:

@@ -61,13 +61,11 @@ def main() -> None:
 
 def _traces(settings: dict[str, Any]) -> list[object]:
     """Return what a program changes of /tmp, the one place it can write to: its times tell of files that are gone."""
-    # Reading it comes first: that changes a time, too, unless it has been read since anything else changed.
-    return [os.listdir("/tmp"), os.listxattr("/tmp"), *os.stat("/tmp")[:3], _times("/tmp")] if settings["tmp"] else []
-
-
-def _times(path: str) -> list[int]:
-    found = os.stat(path)
-    return [found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns]
+    if not settings["tmp"]:
+        return []
+    names = os.listdir("/tmp")  # first: that changes a time, too, unless it has been read since anything else changed
+    found = os.stat("/tmp")
+    return [names, os.listxattr("/tmp"), found.st_mode, found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _receive(control: socket.socket) -> list[int]:

@@ -17,6 +17,8 @@ from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
 
 MECHANISMS = ("bubblewrap", "landlock")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+# Mounts that bubblewrap makes, each for itself: what can be changed of a file there, the next program would find.
+READ_ONLY = ("/proc", "/dev", *(f"/dev/{name}" for name in ("full", "null", "pts", "random", "tty", "urandom", "zero")))
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -137,13 +139,8 @@ def bubblewrap(python: Interpreter, limits: Limits) -> list[str]:
             out += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             out += ["--ro-bind", path, path]
-    # Each mount for itself: what can be changed of a file that is there for all programs, the next one would find.
     out += ["--proc", "/proc", "--dev", "/dev"]
-    for path in (
-        "/proc",
-        "/dev",
-        *(f"/dev/{name}" for name in ("full", "null", "pts", "random", "tty", "urandom", "zero")),
-    ):
+    for path in READ_ONLY:
         out += ["--remount-ro", path]
     out += ["--size", str(limits.disk), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--clearenv"]
     for name, value in ENVIRONMENT.items():

@@ -281,12 +281,10 @@ class WorkerPool:
                     break
                 self._work(worker, job)
             if self._finished:
-                with deadline(connection):
+                with contextlib.suppress(OSError), deadline(connection):  # it may have left
                     send(connection, Ask(ENDED))
         except WorkerLost as lost:
             say(f"rollout worker {hello.name} {lost}; others do its rollouts")
-        except OSError:  # the run has ended for it, too
-            pass
         except Exception as error:  # in every worker alike
             with self._changed:
                 self._failed = f"rollout worker {hello.name}: {type(error).__name__}: {error}"

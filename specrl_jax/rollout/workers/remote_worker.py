@@ -116,9 +116,9 @@ def wrong_shape(found: Rollouts, count: int) -> str:
     second = dict.fromkeys(("tokens", "logprobs", "draft_positions", "environment"), columns)
     second |= {"drafted": longest, "accepted": longest}
     for field in dataclasses.fields(found):
-        array = getattr(found, field.name)
         if field.type is not np.ndarray:
             continue
+        array = getattr(found, field.name)
         shape = (count, second[field.name]) if field.name in second else (count,)
         kind = "f" if field.name == "logprobs" else "biu"
         if array.shape != shape or array.dtype.kind not in kind:
