@@ -24,7 +24,7 @@ import absl.logging
 from experiments import commands
 from experiments.robustness import kills
 from experiments.robustness.hosts import SHARED, Host, Program, Switch, two_hosts
-from experiments.robustness.same_run import ASYNC, REWARD, check_moved, differences, load
+from experiments.robustness.same_run import ASYNC, REWARD, Run, check_moved, differences, load
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.workdir import versions
 
@@ -67,12 +67,22 @@ class Lab:
                 raise RuntimeError(program.printed()[-4000:])
 
     def differences(self, name: str, other: str) -> list[str]:
-        """Return what differs between two finished runs."""
-        return differences(load(self.shared / other), load(self.shared / name))[:3]
+        """Return what differs between two finished runs, but for how many workers there were, and the calls of each."""
+        found = differences(self._load(other), self._load(name))
+        return [one for one in found if ": rollout/worker" not in one][:3]
+
+    def _load(self, name: str) -> Run:
+        run = load(self.shared / name)
+        return run._replace(host=json.loads(json.dumps(run.host), object_hook=without_chunks))
 
     def seconds(self, name: str) -> float:
         """Return the seconds of a step without compiling, the median."""
         return statistics.median(row["time/total"] for row in read_metrics(str(self.shared / name)) if row["step"] > 1)
+
+
+def without_chunks(values: dict[str, object]) -> dict[str, object]:
+    """Return a JSON object of a checkpoint without the calls of the decode loop: a worker more makes others."""
+    return {name: value for name, value in values.items() if name != "chunks"}
 
 
 def settings(more: Mapping[str, object]) -> dict[str, object]:
