@@ -216,8 +216,8 @@ def main() -> int:
         for name in a.parts:
             found[name] = parts[name](lab)
             print(json.dumps({name: found[name]}), flush=True)
-    if a.output:
-        a.output.write_text(json.dumps(found, indent=1) + "\n")
+            if a.output:  # after each part: they take minutes
+                a.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if all(found[name]["held"] for name in a.parts) else 1
 
 
