@@ -63,9 +63,7 @@ def make_case() -> tuple[Learner, RolloutEngines]:
     config = base()
     config.policy.remat = "selective"  # a seventh fewer FLOPs, and memory is left
     config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS, old_logprobs="current")
-    config.rollout.update(
-        max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS, chunk=NEW_TOKENS
-    )
+    config.rollout.update(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS)
     plan = make_plan(from_config_dict(config), make_mesh(config.mesh.to_dict()), MODEL)
     return make_learner(plan), make_rollout(plan, tokenizer=IdTokenizer())
 

@@ -1,5 +1,6 @@
 """The keys, the ConfigDicts made from them and the shipped configs."""
 
+import ast
 import importlib
 import operator
 import pathlib
@@ -118,6 +119,30 @@ def test_the_changelog_and_the_page_have_every_old_name():
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^\| ([a-z_]+\.[a-z_]+) \| (.*) \|$", changes, re.M) == list(RENAMED.items())
     assert all(f"- {old}: {now}\n" in page() for old, now in RENAMED.items())
+
+
+def keys_written(tree):
+    """Yield the keys of a parsed file: config.SECTION.KEY, and what config.SECTION.update(...) sets."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=section), attr="update")):
+                named = [keyword.arg for keyword in node.keywords]
+                dicts = [part for given in node.args for part in ast.walk(given) if isinstance(part, ast.Dict)]
+                listed = [key.value for each in dicts for key in each.keys if isinstance(key, ast.Constant)]
+                yield from (f"{section}.{key}" for key in [*named, *listed])
+            case ast.Attribute(value=ast.Attribute(attr=section), attr=name):
+                yield f"{section}.{name}"
+            case ast.Constant(value=str(text)):
+                yield from re.findall(rf"(?:{SECTIONS})\.[a-z_]+(?==)", text)
+
+
+def test_no_program_writes_a_key_of_an_earlier_version():
+    """Of what only a slow test or a person with a peer's library runs."""
+    written = set(keys_written(ast.parse("c.rollout.update({'a': 1} | x, b=2)\nc.grpo.c\n'draft.d=1'")))
+    assert written >= {"rollout.a", "rollout.b", "grpo.c", "draft.d"}
+    files = [*ROOT.glob("experiments/**/*.py"), *ROOT.glob("configs/*.py"), *ROOT.glob("tests/**/*.py")]
+    old = {(str(path.relative_to(ROOT)), key) for path in files for key in keys_written(ast.parse(path.read_text()))}
+    assert not [(path, key) for path, key in sorted(old) if key in RENAMED]
 
 
 @pytest.mark.parametrize("old", RENAMED)
