@@ -1,7 +1,7 @@
 """Acceptance and cost by draft length (Table 4 of arXiv 2604.26779, which has k = 3, 5 and 7).
 
 Commands: experiments/claims.py. What long drafts gain by the number of concurrent sequences is computed from the rows
-of experiments/engine/controller.py.
+of experiments.engine.controller --drafters eagle3 --output experiments/draft_length/by_sequences.csv.
 """
 
 import pathlib
@@ -27,7 +27,7 @@ from experiments.engine.bench import by_round, distinct, matching, read_rows
 from experiments.sweeps import config_of
 from experiments.verdicts import Claim, Interval, cost_of, interval, judge_level, judge_ratio, ratio_interval
 
-BY_SEQUENCES = pathlib.Path(__file__).parents[1] / "engine" / "controller.csv"
+BY_SEQUENCES = pathlib.Path(__file__).parent / "by_sequences.csv"
 DRAFTER, BASE, LONG = "eagle3", 3, (5, 7)  # Table 4 has these lengths relative to k = BASE
 CONTROLLER = LENGTHS[-1] + 1.3  # its x position in the figure
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
@@ -59,13 +59,13 @@ def sequences(rows: list[Row], workload: str) -> int:
 
 
 def long_over_short(rows: list[Row], slots: int, k: int) -> np.ndarray:
-    """Return [rounds]: generation at k over that at k = BASE with `slots` sequences at once, of controller.csv."""
+    """Return [rounds]: generation at k over that at k = BASE with `slots` sequences at once, of by_sequences.csv."""
     found = [row for row in matching(rows, drafter=DRAFTER, slots=slots) if row["round"] > 0]
     return by_round(found, "tokens_per_second", who=k) / by_round(found, "tokens_per_second", who=BASE)
 
 
 def cost_at(rows: list[Row], slots: int, k: int) -> np.ndarray:
-    """Return [rounds]: an iteration at k over a plain one, with `slots` sequences at once, of controller.csv."""
+    """Return [rounds]: an iteration at k over a plain one, with `slots` sequences at once, of by_sequences.csv."""
     found = [row for row in matching(rows, drafter=DRAFTER, slots=slots) if row["round"] > 0]
     plain, speed = (by_round(found, "tokens_per_second", who=who) for who in ("none", k))
     return by_round(found, "acceptance_length", who=k) * plain / speed
@@ -137,7 +137,7 @@ def claims(rows: list[Row]) -> list[Claim]:
 
 
 def claims_at_many_sequences(measured: list[Row]) -> list[Claim]:
-    """Judge Table 4 by the rows of controller.csv with the most sequences at once: one process and one seed."""
+    """Judge Table 4 by the rows of by_sequences.csv with the most sequences at once: one process and one seed."""
     most = all_slots(measured)[-1]
     made = []
     for k in LONG:
@@ -190,7 +190,7 @@ def _draw_sequences(axis: plt.Axes, measured: list[Row]) -> None:
             axis.annotate(f"{f.mean:.2f}", (x, f.mean), (6 * i - 3, 3), **style)
     axis.axhline(1, color="k", lw=0.8)
     axis.set(xscale="log", xlabel="sequences at once", ylabel=f"generation over that at k = {BASE}")
-    axis.set_title("by concurrency: the tiny base (engine/controller.csv)")
+    axis.set_title("by concurrency: the tiny base (by_sequences.csv)")
     axis.set_xticks(slots, [f"{n}" for n in slots])
     axis.minorticks_off()
 

@@ -83,9 +83,7 @@ def make_step(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[
         def draft(slots: Slots, seed: jax.Array) -> Any:
             return parts.drafter.draft(weights, slots, seed, k)
 
-        def target(tokens: jax.Array, paging: Any, cache: Any) -> Any:
-            return parts.decode(weights, tokens, paging, cache=cache)
-
+        target = parts.target_fn(weights)
         _, slots = reserve(slots, max(k, parts.drafter.uncommitted), limits)
         options = StepOptions(verify, parts.sampling, parts.eos_ids)
         new = speculative_step(slots, seed, draft, target_fn=target, options=options)

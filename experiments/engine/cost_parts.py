@@ -207,8 +207,8 @@ def rest(case: Case, k: int, count: int) -> Timed:
             drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k=k, vocab_map=vocab_map, config=asked)
             return drafted, slots.cache
 
-        def target(tokens: Any, paging: Any, cache: Any) -> Any:
-            return p, cache
+        def target(tokens: Any, paging: Any, slots: Slots) -> Any:
+            return p, slots
 
         options = StepOptions(case.parts.verify, sampling, case.parts.eos_ids)
         draft_fn = draft if k else no_draft

@@ -11,11 +11,11 @@ DTYPES = ("float32", "bfloat16")
 PRESETS = (
     "",
     *["nano", "nano_deep", "nano_moe", "nano_moe_deep"],
-    *["nano_qwen2", "nano_llama", "nano_smollm3", "nano_mistral", "nano_mimo"],
+    *["nano_qwen2", "nano_llama", "nano_smollm3", "nano_mistral", "nano_mimo", "nano_hybrid"],
     *["tiny", "shallow", "mini", "small"],
     *["qwen3_0p6b", "qwen3_1p7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"],
     *["qwen2p5_0p5b", "qwen2p5_1p5b", "qwen2p5_7b", "llama3p2_1b", "llama3p2_3b", "llama3p1_8b"],
-    *["smollm2_135m", "smollm2_360m", "smollm2_1p7b", "mimo_7b"],
+    *["smollm2_135m", "smollm2_360m", "smollm2_1p7b", "mimo_7b", "qwen3p5_9b"],
 )
 
 

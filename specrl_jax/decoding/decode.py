@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.drafters import CommittedTokens
@@ -129,10 +128,7 @@ def _iterate(
     drafter, seed = functions.drafter, inputs.seed
     uncommitted = max(k, drafter.uncommitted) if k else 0
     options = step_options(slots, functions, config, budget=config.budget)
-    shardings = _here(shardings)
-
-    def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
-        return functions.decode(params, tokens, paging, cache=cache)
+    shardings, target_fn = _here(shardings), functions.target_fn(params)
 
     def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
         return drafter.draft(params, slots, seed, k) if k else no_draft(slots, seed)
@@ -142,9 +138,8 @@ def _iterate(
         i, _, slots = state
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
-        return i + 1, *reserve(
-            speculative_step(slots, seed, draft_fn, target_fn=target_fn, options=options), uncommitted, config
-        )
+        slots = speculative_step(slots, seed, draft_fn, target_fn=target_fn, options=options)
+        return i + 1, *reserve(slots, uncommitted, config)
 
     def unfinished(state: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = state

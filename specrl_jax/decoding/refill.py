@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas.attention.types import Paging, Table
 from kernels_pallas.verify.types import RowSampling
 from specrl_jax.decoding.drafters import CommittedTokens
-from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.functions import EngineFunctions, with_rows, without_rows
 from specrl_jax.decoding.lookup_cache import LookupCache, append, empty_lookup_cache, insert
 from specrl_jax.decoding.pages import (
     PagePool,
@@ -58,8 +59,10 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         held=no_pages(B, config.columns, C),
         sampling=RowSampling(jnp.ones(B, jnp.float32), zeros(B), jnp.ones(B, jnp.float32)),
         features={feature.name: feature.empty(config, k) for feature in config.features},
+        remembered=functions.init_rows(B) if functions.init_rows else None,
     )
-    return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
+    carried = functions.init_rows(D) if functions.init_rows else None
+    return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C), carried)
 
 
 def refill(
@@ -85,7 +88,13 @@ def refill(
 
     tokens, length = (pick(x, split(batch.source, D)) for x in (prompts.tokens, prompts.length))
     pool, cache, held = _start_rows(slots, pool, cache, prompts=prompts, batch=batch, length=length, config=config)
-    slots = dataclasses.replace(slots, pool=pool, cache=cache, held=held)
+    # Siblings go on from copies of what the layers remember of their prompt.
+    remembered = jax.tree.map(
+        lambda x, old: where_rows(batch.fresh, pick(x, split(batch.source, D)), old),
+        prompts.remembered,
+        slots.remembered,
+    )
+    slots = dataclasses.replace(slots, pool=pool, cache=cache, held=held, remembered=remembered)
     slots = _start(slots, batch, tokens, length, functions.pad_id)
     slots = slots.with_features(config.features, lambda feature, state: feature.start(state, batch, length))
 
@@ -142,30 +151,38 @@ def _prefill(
     pool, held = take(slots.pool, held, need, -(-config.max_prompt_tokens // T))
     padded = jnp.pad(batch.tokens, ((0, 0), (0, -config.max_prompt_tokens % size)))
 
-    def prefill_some(i: jax.Array, cache: Cache) -> Cache:
+    def prefill_some(i: jax.Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        n = config.prefill_rows // D
+
         def some(x: jax.Array) -> jax.Array:
-            n = config.prefill_rows // D
             return join(jax.lax.dynamic_slice_in_dim(split(x, D), i * n, n, 1))
+
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            return join(jax.lax.dynamic_update_slice_in_dim(split(x, D), split(new, D), i * n, 1))
 
         tokens, length, pages = some(padded), some(batch.length), some(held.table)
         table = Table(pages, pages)
 
-        def piece(j: jax.Array, cache: Cache) -> Cache:
+        def piece(j: jax.Array, carry: Any) -> Any:
             positions = j * size + jnp.arange(size)[None]
             part = jax.lax.dynamic_slice_in_dim(tokens, j * size, size, 1)
             paging = Paging(table, jnp.where(positions < length[:, None], positions, -1))
-            return functions.prefill(params, part, paging, cache=cache)
+            return without_rows(functions.prefill(params, part, paging, cache=with_rows(carry[0], carry[1])))
 
-        cache = jax.lax.fori_loop(0, (length.max() + size - 1) // size, piece, cache)
-        if not functions.drafter.length:
-            return cache
-        return functions.drafter.sync_cache(params, CommittedTokens(tokens, length, table), cache)
+        cache, all_rows = carry
+        begun = cache, jax.tree.map(some, all_rows)
+        cache, rows = jax.lax.fori_loop(0, (length.max() + size - 1) // size, piece, begun)
+        all_rows = jax.tree.map(put, all_rows, rows)
+        if functions.drafter.length:
+            cache = functions.drafter.sync_cache(params, CommittedTokens(tokens, length, table), cache)
+        return cache, all_rows
 
     # Those of a shard stand first.
     most = (batch.length.reshape(D, -1) > 0).sum(axis=1, dtype=jnp.int32).max()
     blocks = (most * D + config.prefill_rows - 1) // config.prefill_rows
-    cache = jax.lax.fori_loop(0, blocks, prefill_some, slots.cache)
-    return Prompts(batch.tokens, batch.length, held), pool, cache
+    begun = slots.cache, functions.init_rows(len(batch.length)) if functions.init_rows else None
+    cache, rows = jax.lax.fori_loop(0, blocks, prefill_some, begun)
+    return Prompts(batch.tokens, batch.length, held, rows), pool, cache
 
 
 def _start_rows(

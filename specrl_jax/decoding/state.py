@@ -118,6 +118,8 @@ class Slots(Generic[Cache]):
     held: PageTable  # those of each row
     sampling: RowSampling  # of each row
     features: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name of each its state, arrays by row
+    # What layers without keys and values remember, arrays by row (models/delta_net.py); None: the target has none.
+    remembered: Any = None
 
     @property
     def table(self) -> Table:
@@ -144,12 +146,20 @@ class Slots(Generic[Cache]):
         return Paging(self.table, jnp.where(self.done[:, None], -1, positions))
 
 
+class CacheWithRows(NamedTuple):
+    """The cache argument of a target with layers that have no keys and values."""
+
+    pages: Any
+    rows: Any  # `Slots.remembered` of the rows of the forward
+
+
 class Prompts(NamedTuple):
     """Prefilled prompts, n of each shard, whose pages the rollouts of a group share."""
 
     tokens: jax.Array  # [D n, T] int32
     length: jax.Array  # [D n] int32
     held: PageTable
+    remembered: Any = None  # as `Slots.remembered`
 
 
 class PrefillBatch(NamedTuple):

@@ -20,8 +20,8 @@ from specrl_jax.decoding.pages import pick
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, Slots
 
-# (tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
-TargetFn = Callable[[jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
+# (tokens [B, Q], where they stand, slots) -> (logits [B, Q, V] float32, slots with the caches after it)
+TargetFn = Callable[[jax.Array, Paging, Slots[Cache]], tuple[jax.Array, Slots[Cache]]]
 # (slots, seed) -> (draft, cache)
 DraftFn = Callable[[Slots[Cache], jax.Array], tuple[Draft, Cache]]
 VerifyFn = Callable[[VerifyInputs, Sampling], Verified]
@@ -51,23 +51,24 @@ def speculative_step(
     """Extend every running row by 1 to k + 1 tokens."""
     with jax.named_scope("draft"):
         draft, cache = draft_fn(slots, seed)
+        slots = dataclasses.replace(slots, cache=cache)
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
         inputs = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
         if not options.budget or draft.tokens.size <= options.budget * len(slots.pool.count):
             inputs = jnp.pad(inputs, ((0, 0), (0, max(0, options.width - inputs.shape[1]))))
             positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
-            logits, cache = target_fn(inputs, slots.place(positions), cache)
+            logits, slots = target_fn(inputs, slots.place(positions), slots)
         else:
             chosen = admit(slots, draft, options.budget)
             tokens, paging = flat_inputs(slots, inputs, chosen)
-            logits, cache = target_fn(tokens, paging, cache)
+            logits, slots = target_fn(tokens, paging, slots)
             logits = pick(logits[:, 0], chosen.flat_index)
             draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
         noise = Noise(seed, slots.rollout_id, slots.length)
         verified = options.verify(VerifyInputs(noise, draft, logits, sampling=slots.sampling), options.sampling)
     with jax.named_scope("commit"):
-        slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
+        slots = _count(slots, draft, verified.num_accepted)
         return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified), options.features)
 
 

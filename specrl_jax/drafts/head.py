@@ -167,7 +167,7 @@ class TrainedHead(DraftModel[Cache]):
         if "unembed" in params:
             fused["to_logits"] = params["unembed"].T
         if "layers" in params:
-            fused = nested(fused, layers=decoder.unstacked(branch(params, "layers")))
+            fused = nested(fused, layers=decoder.unstacked(branch(params, "layers"), self.config.block))
         return jax.tree.map(lambda w: w.astype(dtype), fused)
 
     def lm_head(self, params: Params, inputs: DraftInputs) -> jax.Array:

@@ -48,6 +48,8 @@ def mtp_config(target: DecoderConfig, dialect: str = "deepseek") -> MTPConfig:
     Raises InputError for a mixture of experts: servers give a head's block the target's layer type, and this block has
     no experts.
     """
+    if target.delta:
+        raise InputError("draft.kind=mtp: the heads of Qwen3.5 (mtp.*) are not read yet; take eagle3, suffix or ngram")
     if target.experts:
         raise InputError(
             "draft.kind=mtp: its block has no experts, as those of a mixture-of-experts policy; take eagle3"

@@ -30,6 +30,10 @@ def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
         config = decoder.preset(options.preset, key="draft.preset")
     if config.vocab != target.vocab:
         raise InputError(f"draft.kind=model: its vocabulary is {config.vocab}, the policy's {target.vocab}")
+    if config.delta:
+        raise InputError(
+            "draft.kind=model: a model with gated delta nets (linear_attention) cannot draft; take another"
+        )
     draft = SmallModelDraft(config)
     return DraftMethod(draft.drafter, draft)
 

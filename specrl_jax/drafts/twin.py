@@ -18,6 +18,7 @@ from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import DerivedWeights, DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder import DecoderConfig
@@ -25,6 +26,8 @@ from specrl_jax.models.decoder import DecoderConfig
 
 def make(options: DraftOptions, target: DecoderConfig) -> DraftMethod:
     """Return the policy's twin with weights in the format draft.quantize."""
+    if target.delta:
+        raise InputError("draft.kind=self: a policy with gated delta nets (linear_attention) has no twin")
     derived = DerivedWeights(
         decoder.twin_specs(target, options.quantize),
         functools.partial(decoder.twin_params, config=target, kind=options.quantize),

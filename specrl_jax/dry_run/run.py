@@ -107,8 +107,9 @@ def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
 
 
 def shallow_plans(plan: Plan) -> list[Plan]:
-    """Return the runs of COMPILED layers and of one more; none where all layers are compiled."""
-    return [with_layers(plan, COMPILED + i) for i in (0, 1)] if plan.model.layers > DEEP else []
+    """Return the runs of COMPILED layers and of one more; none where all layers are compiled, as those of two kinds."""
+    deep = plan.model.layers > DEEP and plan.model.period == 1
+    return [with_layers(plan, COMPILED + i) for i in (0, 1)] if deep else []
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:

@@ -34,6 +34,7 @@ class RopeEntry(Checked):
     beta_fast: float | None = Field(default=None, gt=0, le=1e6)
     beta_slow: float | None = Field(default=None, gt=0, le=1e6)
     truncate: bool = True
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
 
 
 class Roped(Checked):

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import pydantic
+from pydantic import Field
 
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import ConfigJson, Experts, LayerFields, Layers, Positions, Size
+from specrl_jax.io.config_json import ConfigJson, Experts, LayerFields, Layers, Positions, Roped, Size
 from specrl_jax.io.rope_json import read_rope, rope_entries
 from specrl_jax.json_files import Checked
 from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.models.delta_net import DeltaNet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Family:
     tied: bool = False  # where tie_word_embeddings is absent, as transformers
     mixture: bool = False
     skips_positions: bool = False  # no_rope_layers: a 0 marks a layer without rotary positions
+    hybrid: bool = False  # layer_types: some layers are gated delta nets; gated attention, norms stored less 1
     written: Mapping[str, object] = dataclasses.field(default_factory=dict)  # further entries
 
 
@@ -44,7 +47,13 @@ FAMILIES = {
     ),
     "mistral": Family("MistralForCausalLM", written={"sliding_window": None}),
     "mimo": Family("MiMoForCausalLM", qkv_bias=True, written={"attention_bias": True}),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", qk_norm=True, hybrid=True, written=_NO_BIASES),
 }
+# Models of text and images, whose text part alone is read: model_type -> that of the part, at text_config.
+_WITH_IMAGES = {"qwen3_5": "qwen3_5_text"}
+_ATTENTION, _DELTA = "full_attention", "linear_attention"
+# Entries of rope_parameters that a hybrid has. Of text alone the three positions of mrope are equal: a plain rotation.
+_HYBRID_ROPE = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 # Keys of config.json, and the fields of our config.
 _SIZES = {
@@ -102,8 +111,33 @@ class MixtureFile(Checked):
     mlp_only_layers: list[int] | None = None
 
 
+class HybridFile(Roped):
+    """The further keys of a policy some of whose layers are gated delta nets."""
+
+    linear_num_key_heads: Size
+    linear_num_value_heads: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: int = Field(ge=2, le=16)
+    layer_types: list[str] | None = None
+    full_attention_interval: Layers = 4
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
+    attn_output_gate: Literal[True] = True
+
+
+def text_part(raw: ConfigJson) -> ConfigJson:
+    """Return the config.json of a model's text part: itself, or the section of a model that also reads images."""
+    part = _WITH_IMAGES.get(str(raw.get("model_type")))
+    if part is None:
+        return raw
+    text = raw.section("text_config")
+    # transformers 4 wrote no type there.
+    return dataclasses.replace(text, values={"model_type": part, **text.values})
+
+
 def read_config(raw: ConfigJson) -> DecoderConfig:
     """Return the sizes and options. Raises InputError for another architecture, and entries that no model has."""
+    raw = text_part(raw)
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -116,12 +150,14 @@ def read_config(raw: ConfigJson) -> DecoderConfig:
     tied = family.tied if file.tie_word_embeddings is None else file.tie_word_embeddings
     config = DecoderConfig(
         **sizes | {"tied": tied},
-        rope=read_rope(raw),
+        rope=read_rope(raw, _HYBRID_ROPE if family.hybrid else frozenset()),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         family=str(kind),
         no_rope_layers=_without_positions(raw, file.num_hidden_layers) if family.skips_positions else (),
     )
+    if family.hybrid:
+        config = _with_delta_nets(config, raw)
     return _with_experts(config, raw) if family.mixture else config
 
 
@@ -134,7 +170,7 @@ def _check_supported(raw: ConfigJson, file: DecoderFile, family: Family) -> None
     # Qwen2 states the window that use_sliding_window=false switches off.
     if raw.get("sliding_window") is not None and raw.get("use_sliding_window") is None:
         raise raw.error("asks for sliding_window, which is not supported")
-    if strange := sorted(set(file.layer_types or ()) - {"full_attention"}):
+    if strange := sorted(set(file.layer_types or ()) - {_ATTENTION, *([_DELTA] if family.hybrid else [])}):
         raise raw.error(f"asks for layers of {strange[0]}, which is not supported")
 
 
@@ -154,6 +190,52 @@ def _without_positions(raw: ConfigJson, layers: int) -> tuple[int, ...]:
     if len(turned) != layers:
         raise raw.error(f"has {len(turned)} entries in no_rope_layers, and num_hidden_layers={layers}")
     return tuple(i for i, has in enumerate(turned) if not has)
+
+
+def _with_delta_nets(config: DecoderConfig, raw: ConfigJson) -> DecoderConfig:
+    """Add what a hybrid has: which layers are gated delta nets and their sizes, gates, norms stored less 1."""
+    file, L = raw.check(HybridFile), config.layers
+    every = file.full_attention_interval
+    kinds = file.layer_types or [_DELTA if (i + 1) % every else _ATTENTION for i in range(L)]
+    if len(kinds) != L:
+        raise raw.error(f"has {len(kinds)} entries in layer_types, and num_hidden_layers={L}")
+    if len(set(kinds)) < 2:
+        raise raw.error(f"has layers of {kinds[0]} alone; a {config.family} model has some of both kinds")
+    if file.linear_num_value_heads % file.linear_num_key_heads:
+        raise raw.error(
+            f"has linear_num_value_heads={file.linear_num_value_heads}, which must be a multiple of "
+            f"linear_num_key_heads={file.linear_num_key_heads}"
+        )
+    entry = file.rope_parameters or file.rope_scaling
+    factor = file.partial_rotary_factor or (entry and entry.partial_rotary_factor) or 0.25
+    turned = int(config.head_dim * factor)
+    if turned < 2 or turned % 2:
+        raise raw.error(f"has partial_rotary_factor={factor:g} of head_dim={config.head_dim}: {turned} must be even")
+    delta = DeltaNet(
+        tuple(i for i, kind in enumerate(kinds) if kind == _DELTA),
+        file.linear_num_key_heads,
+        file.linear_num_value_heads,
+        key_dim=file.linear_key_head_dim,
+        value_dim=file.linear_value_head_dim,
+        window=file.linear_conv_kernel_dim,
+    )
+    return dataclasses.replace(config, gated=True, norm_offset=1.0, rotary_dim=turned, delta=delta)
+
+
+def _hybrid_entries(c: DecoderConfig, delta: DeltaNet) -> dict[str, object]:
+    return {
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.window,
+        "layer_types": [_DELTA if i in delta.layers else _ATTENTION for i in range(c.layers)],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": c.rope.theta,
+            "partial_rotary_factor": c.turned / c.head_dim,
+        },
+    }
 
 
 def _with_experts(config: DecoderConfig, raw: ConfigJson) -> DecoderConfig:
@@ -190,6 +272,8 @@ def hf_config(c: DecoderConfig, dtype: str) -> dict[str, object]:
         "torch_dtype": dtype,
         **family.written,
     }
+    if c.delta:
+        entries |= _hybrid_entries(c, c.delta)
     if family.skips_positions:
         entries["no_rope_layers"] = [int(i not in c.no_rope_layers) for i in range(c.layers)]
     if not family.mixture:

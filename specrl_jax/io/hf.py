@@ -14,8 +14,9 @@ from specrl_jax.models import decoder
 from specrl_jax.sharding import Partitioner
 
 _EMBEDDING, _LM_HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"
-# What a folder may hold besides: heads that `draft.kind=mtp` reads, and tables of older versions of transformers.
-_BESIDE = re.compile(r"lm_head\.weight|model\.mtp_layers\..*|.*rotary_emb\.inv_freq")
+# What a folder may hold besides: heads that `draft.kind=mtp` reads, what reads images in a model of both, and tables of
+# older versions of transformers.
+_BESIDE = re.compile(r"lm_head\.weight|model\.mtp_layers\..*|mtp\..*|model\.visual\..*|.*rotary_emb\.inv_freq")
 # Where models with such names are published.
 _PUBLISHERS = {
     "Qwen": "Qwen",

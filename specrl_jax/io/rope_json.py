@@ -1,5 +1,7 @@
 """Rotary positions in a config.json: rope_theta and rope_scaling of transformers 4, rope_parameters of 5."""
 
+from collections.abc import Set
+
 from specrl_jax.io.config_json import ConfigJson, Roped, RopeEntry
 from specrl_jax.models.rotary import Llama3Scaling, Rope, Yarn, yarn_magnitude
 
@@ -12,8 +14,12 @@ KEYS = {
 COMMON = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 
 
-def read_rope(raw: ConfigJson) -> Rope:
-    """Return the rotary positions. Raises InputError for another rope_type, and for missing and unknown entries."""
+def read_rope(raw: ConfigJson, also: Set[str] = frozenset()) -> Rope:
+    """Return the rotary positions. Raises InputError for another rope_type, and for missing and unknown entries.
+
+    Args:
+      also: entries that the caller reads.
+    """
     file = raw.check(Roped)
     entry = file.rope_parameters or RopeEntry()
     theta = file.rope_theta or entry.rope_theta
@@ -24,7 +30,7 @@ def read_rope(raw: ConfigJson) -> Rope:
     if kind not in KEYS or (kind == "default" and scaling.factor is not None):
         raise raw.error(f"asks for rope_scaling of type '{kind}'; only default, yarn and llama3 are supported")
     name = "rope_scaling" if file.rope_scaling else "rope_parameters"
-    if unknown := sorted(raw.section(name).present() - COMMON - KEYS[kind]):
+    if unknown := sorted(raw.section(name).present() - COMMON - KEYS[kind] - also):
         raise raw.error(f"has {unknown[0]} in {name}, which positions of type '{kind}' do not read")
     if kind == "default":
         return Rope(theta)

@@ -127,9 +127,13 @@ class TensorFolder:
     @functools.cached_property
     def _places(self) -> dict[str, _Place]:
         """Map each tensor's name, with the prefix where there is such a tensor without it, to where it stands."""
-        places, prefixed = {name: _Place(path, name) for name, path in self._files().items()}, dict[str, _Place]()
+        # Of a model that also reads images, the text part's tensors have a name more.
+        text = f"{self.prefix}language_model."
+        places, prefixed = dict[str, _Place](), dict[str, _Place]()
+        for name, path in self._files().items():
+            places[self.prefix + name.removeprefix(text) if name.startswith(text) else name] = _Place(path, name)
         for name, place in places.items():
-            bare = name.startswith((self.prefix, "lm_head.")) or self.prefix + name in places
+            bare = name.startswith((self.prefix, "lm_head.", "mtp.")) or self.prefix + name in places
             prefixed[name if bare else self.prefix + name] = place
         return prefixed
 
@@ -177,7 +181,7 @@ class TensorFolder:
             out = np.empty(0)
             for index_of_part in indices:
                 name = _slice_name(spec, tuple(r[i] for r, i in zip(ranges, index_of_part)))
-                part = _from_hf(spec, self.tensor(name))[inner]
+                part = _from_hf(spec, self.tensor(name)[_rows(spec)])[inner]
                 if index_of_part is indices[0]:
                     out = np.empty((*map(len, ranges), *part.shape), dtype or part.dtype)
                 with np.errstate(over="ignore"):  # refused below
@@ -230,14 +234,26 @@ def save_folder(
 
 def hf_tensors(specs: Specs, params: Params, dtype: str) -> Iterable[tuple[str, np.ndarray]]:
     """Yield (Hugging Face name, tensor) of every leaf."""
+    shared: dict[str, list[tuple[ParamSpec, jax.Array]]] = {}  # leaves by the tensor that they are rows of
     for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
-        array = np.asarray(leaf).astype(jnp.dtype(dtype))
-        for i in np.ndindex(*_leading(spec)):
-            yield _slice_name(spec, i), np.ascontiguousarray(_rearrange_to_hf(spec, array[i]))
+        shared.setdefault(spec.hf_name, []).append((spec, leaf))
+    for parts in shared.values():
+        parts.sort(key=lambda part: part[0].hf_rows)
+        arrays = [np.asarray(leaf).astype(jnp.dtype(dtype)) for _, leaf in parts]
+        for i in np.ndindex(*_leading(first := parts[0][0])):
+            rows = [_rearrange_to_hf(spec, array[i]) for (spec, _), array in zip(parts, arrays)]
+            yield _slice_name(first, i), np.ascontiguousarray(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
 
 def _slice_name(spec: ParamSpec, index: tuple[int, ...]) -> str:
+    if spec.hf_layers:
+        index = (spec.hf_layers[index[0]], *index[1:])
     return spec.hf_name.format(**dict(zip(("layer", "expert"), index)))
+
+
+def _rows(spec: ParamSpec) -> slice:
+    """Return which rows of its Hugging Face tensor a leaf has."""
+    return slice(*spec.hf_rows[:2]) if spec.hf_rows else slice(None)
 
 
 def _names(spec: ParamSpec) -> list[str]:
@@ -253,7 +269,8 @@ def _leading(spec: ParamSpec) -> tuple[int, ...]:
 def _hf_shape(spec: ParamSpec) -> tuple[int, ...]:
     """Return the shape of one Hugging Face tensor of this leaf."""
     # Every stride is zero, so merging axes copies nothing.
-    return _rearrange_to_hf(spec, np.broadcast_to(np.False_, spec.shape[len(_leading(spec)) :])).shape
+    own = _rearrange_to_hf(spec, np.broadcast_to(np.False_, spec.shape[len(_leading(spec)) :])).shape
+    return (spec.hf_rows[2], *own[1:]) if spec.hf_rows else own
 
 
 def _rearrange_to_hf(spec: ParamSpec, ours: np.ndarray) -> np.ndarray:

@@ -35,9 +35,12 @@ PEAK_FLOPS = {
 
 def matmul_weights(c: DecoderConfig) -> int:
     """Count the weights in the matmuls of one token: only its own experts in a mixture, without the embedding."""
-    attention = c.embed * (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    attention = c.embed * (c.projected_heads + c.heads + 2 * c.kv_heads) * c.head_dim
+    mixers = len(c.attention_layers) * attention
+    if c.delta:
+        mixers += len(c.delta.layers) * c.embed * c.delta.matrix_weights
     mlp = 3 * c.embed * c.mlp * (c.experts_per_token if c.experts else 1) + c.embed * c.experts
-    return c.layers * (attention + mlp) + c.vocab * c.embed
+    return mixers + c.layers * mlp + c.vocab * c.embed
 
 
 def parameters(c: DecoderConfig) -> int:
@@ -70,7 +73,10 @@ def twin_bytes(c: DecoderConfig, quantize: str) -> float:
 
 def forward_flops(c: DecoderConfig, tokens: Array, context: Array) -> Array:
     """Count the FLOPs of `tokens` tokens that read `context` keys in total; a multiply-add is two."""
-    return 2 * matmul_weights(c) * tokens + 4 * c.layers * c.heads * c.head_dim * context
+    attended = 4 * len(c.attention_layers) * c.heads * c.head_dim * context
+    # A token decays, reads, writes and reads each state of a gated delta net.
+    entered = 7 * len(c.delta.layers) * c.delta.state_numbers * tokens if c.delta else 0
+    return 2 * matmul_weights(c) * tokens + attended + entered
 
 
 def peak_flops(device: jax.Device, dtype: jnp.dtype) -> float:

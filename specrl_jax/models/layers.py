@@ -27,6 +27,8 @@ class ParamSpec:
       hf_layout: einops pattern from one Hugging Face tensor to one slice of `shape` without those leading axes; the
         sizes of the names on its right are that slice's shape.
       start: of each number, where fan_in is 0: 1 of a norm's scale, 0 of a bias.
+      hf_rows: (first, end, all) rows of the Hugging Face tensor, where other leaves have the rest; () = all of it.
+      hf_layers: which layers the leading axis has; () = all of them.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +37,8 @@ class ParamSpec:
     hf_name: str = ""
     hf_layout: str = ""
     start: float = 1.0
+    hf_rows: tuple[int, ...] = ()
+    hf_layers: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -84,9 +88,9 @@ def layer_specs(c: LayerSizes, name: str) -> dict[str, ParamSpec]:
     }
 
 
-def norm_spec(width: int, name: str, axis: str | None = "embed") -> ParamSpec:
-    """Return the spec of a norm's scale."""
-    return ParamSpec((width,), (axis,), hf_name=f"{name}.weight", hf_layout="a -> a")
+def norm_spec(width: int, name: str, axis: str | None = "embed", *, offset: float = 0.0) -> ParamSpec:
+    """Return the spec of a norm's scale; `offset` as of `rms_norm`."""
+    return ParamSpec((width,), (axis,), hf_name=f"{name}.weight", hf_layout="a -> a", start=1.0 - offset)
 
 
 def table_spec(vocab: int, width: int, name: str, *, fan_in: int, axis: str | None = "embed") -> ParamSpec:
@@ -206,9 +210,15 @@ def swiglu(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> jax.Array:
     return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"], sums=sums)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """Apply RMSNorm over the last axis: statistics in float32 at least, scaled after rounding back, as in Qwen3."""
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, *, offset: float = 0.0) -> jax.Array:
+    """Apply RMSNorm over the last axis: statistics in float32 at least, scaled after rounding back, as in Qwen3.
+
+    Args:
+      offset: added to the scale, which is then multiplied before rounding back, as in Qwen3.5 (1); 0: neither.
+    """
     wide = at_least_float32(x)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     scale = jnp.expand_dims(scale, range(x.ndim - scale.ndim))
+    if offset:
+        return (normed * (offset + at_least_float32(scale))).astype(x.dtype)
     return scale.astype(x.dtype) * normed.astype(x.dtype)

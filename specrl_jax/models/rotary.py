@@ -110,8 +110,13 @@ class Rope:
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Apply the rotary embedding to x [B, T, heads, H]; dimension i is paired with i + H/2, as in Hugging Face."""
+    """Apply the rotary embedding to x [B, T, heads, H]; dimension i is paired with i + H/2, as in Hugging Face.
+
+    Where angles are of fewer dimensions, only the first ones are turned.
+    """
     sin, cos = angles
+    if (width := 2 * sin.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], angles), x[..., width:]], axis=-1)
     halves = at_least_float32(x).reshape(*x.shape[:-1], 2, -1)
     # Reversed, not split and concatenated: one pass, which XLA vectorises on a CPU.
     turned = jnp.stack([-sin, sin], axis=-2) * halves[..., ::-1, :]

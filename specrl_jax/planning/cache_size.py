@@ -44,21 +44,25 @@ def page_bytes(
     shape = kv.PageShape(partition.num_shards("batch"), tokens, jnp.dtype(dtype), platform=partition.platform)
 
     def pools() -> object:
-        target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape=shape)
+        target = kv.init_cache(len(model.attention_layers), model.kv_heads, model.head_dim, shape=shape)
         return target, draft.init_cache(shape) if draft else None, init_record(model, shape) if records else None
 
     def size(axes: kv.Axes, pool: jax.ShapeDtypeStruct) -> int:
         return math.prod(partition.sharding(axes, pool.shape).shard_shape(pool.shape)) * pool.dtype.itemsize
 
-    axes = (kv.PAGE_AXES,) * model.layers, draft.cache_axes() if draft else None, kv.TOKEN_AXES if records else None
+    target = (kv.PAGE_AXES,) * len(model.attention_layers)
+    axes = target, draft.cache_axes() if draft else None, kv.TOKEN_AXES if records else None
     return sum(jax.tree.leaves(jax.tree.map(size, axes, jax.eval_shape(pools), is_leaf=kv.is_axes)))
 
 
-def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory: int = 0) -> int | None:
+def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory: int = 0, rows: int = 0) -> int | None:
     """Return the pages of `page` bytes that a device may keep; None: as many as its sequences can hold.
 
-    `memory`: bytes of an accelerator to compile for, which is not here; 0: unknown. Raises InputError where
-    rollout.cache_gb is more than the device has.
+    Args:
+      memory: bytes of an accelerator to compile for, which is not here; 0: unknown.
+      rows: bytes of what its slots remember beside pages, which come first.
+    Raises:
+      InputError: rollout.cache_gb is more than the device has, or less than `rows`.
     """
     usable = memory or (device_memory() if device in jax.local_devices() else 0)
     if rollout.cache_gb:
@@ -67,9 +71,14 @@ def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, *, memory:
                 f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(usable / GB * 100) / 100:g} GB that a "
                 "device may take for everything is possible, or 0 for a share of them"
             )
-        return round(rollout.cache_gb * GB) // page
+        if rows >= rollout.cache_gb * GB:
+            raise InputError(
+                f"rollout.cache_gb={rollout.cache_gb:g}: the states of rollout.num_slots={rollout.num_slots} take "
+                f"{rows / GB:.3g} GB a device before any page"
+            )
+        return round(rollout.cache_gb * GB - rows) // page
     share = CPU_SHARE if device.platform == "cpu" and not memory else ACCELERATOR_SHARE
-    return int(share * usable) // page if usable else None
+    return max(0, int(share * usable) - rows) // page if usable else None
 
 
 def with_pages(limits: EngineConfig, most: int | None, page: int) -> EngineConfig:

@@ -29,7 +29,15 @@ from specrl_jax.logs import say
 from specrl_jax.models import cache as kv
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.flops import BYTES, parameters, twin_bytes, weight_bytes
-from specrl_jax.planning.memory import RUNNING, USABLE, MemoryEstimate, activation_bytes, state_bytes, token_bytes
+from specrl_jax.planning.memory import (
+    RUNNING,
+    USABLE,
+    MemoryEstimate,
+    activation_bytes,
+    row_bytes,
+    state_bytes,
+    token_bytes,
+)
 from specrl_jax.planning.plan import policy_sizes, sizes_on
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 
@@ -320,7 +328,9 @@ class _Sizing(NamedTuple):
         shared = r.max_prompt_tokens / 2 / self.config.grpo.group_size
         live = min(shared + RUNNING * r.max_response_tokens + sizes_on(platform).page, self.longest)
         token = token_bytes(self.model, self.head, r.dtype, tensor=tensor)
-        each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token)) * expert
+        # A refill holds the states of its prompts beside those of its rows.
+        state = row_bytes(self.model, tensor=tensor) * (1 + 1 / self.config.grpo.group_size)
+        each = math.floor(min(free, r.cache_gb * kv.GB or math.inf) / (live * token + state)) * expert
         return max(each, 1) * max(1, self.rollout_devices // (tensor * expert))
 
     def estimate(self) -> MemoryEstimate:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from specrl_jax.drafts.block import BlockConfig
 from specrl_jax.drafts.sizes import Head
 from specrl_jax.models.decoder import DecoderConfig
+from specrl_jax.models.delta_net import CHUNK
 from specrl_jax.models.flops import BYTES, Array
 
 USABLE = 0.9  # of the memory; the rest goes to the runtime and to fragmentation
@@ -42,14 +43,25 @@ def activation_bytes(
       tensor: devices that split widths.
     """
     kept = tokens * c.layers * kept_numbers(c, remat) * BYTES[dtype] / tensor
+    if c.delta:  # a state a chunk, of one layer at a time
+        kept += tokens / CHUNK * c.delta.state_numbers * BYTES["float32"] / tensor
     return kept + longest * c.vocab * BYTES["float32"] / tensor
 
 
 def kept_numbers(c: DecoderConfig, remat: str) -> int:
     """Return the numbers that a layer keeps of a token for its backward pass (models/remat.py)."""
-    products = 2 * (c.heads + c.kv_heads) * c.head_dim + c.embed + (0 if c.experts else 2 * c.mlp)
+    mixer = (c.projected_heads + c.heads + 2 * c.kv_heads) * c.head_dim
+    if c.delta:  # the mean of both kinds
+        share = len(c.delta.layers) / c.layers
+        mixer = round((1 - share) * mixer + share * c.delta.matrix_weights)
+    products = mixer + c.embed + (0 if c.experts else 2 * c.mlp)
     # Nothing repeated: about the inputs of every product.
     return {"full": c.embed, "selective": c.embed + products, "none": 12 * c.embed}[remat]
+
+
+def row_bytes(c: DecoderConfig, *, tensor: int = 1) -> int:
+    """Return the bytes of what layers without keys and values remember of one sequence, on one device."""
+    return len(c.delta.layers) * c.delta.state_numbers * BYTES["float32"] // tensor if c.delta else 0
 
 
 def token_bytes(c: DecoderConfig, head: Head | None, dtype: str, *, tensor: int = 1) -> float:
@@ -58,7 +70,7 @@ def token_bytes(c: DecoderConfig, head: Head | None, dtype: str, *, tensor: int 
     Args:
       tensor: devices that split heads.
     """
-    numbers = 2 * c.layers * max(c.kv_heads / tensor, 1) * c.head_dim
+    numbers = 2 * len(c.attention_layers) * max(c.kv_heads / tensor, 1) * c.head_dim
     if head is not None:
         hidden = 0 if isinstance(head, BlockConfig) else head.embed
         numbers += hidden + 2 * head.layers * max(head.kv_heads / tensor, 1) * head.head_dim

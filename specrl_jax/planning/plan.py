@@ -26,6 +26,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import decoder
 from specrl_jax.planning.cache_size import check_cache_length, most_pages, page_bytes, with_pages
+from specrl_jax.planning.memory import row_bytes
 from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
 
@@ -98,7 +99,9 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
     limits = limits if model.experts else limits.without(RouterRecords)
     records, tokens = limits.feature(RouterRecords) is not None, limits.page_tokens
     page = page_bytes(model, method.model, config.rollout.dtype, tokens=tokens, partition=rollout, records=records)
-    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory)
+    held = row_bytes(model, tensor=rollout.mesh.shape["tensor"]) * (limits.num_slots + limits.prompts + limits.shards)
+    rows = held // rollout.num_shards("batch")
+    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory=memory, rows=rows)
     plan = Plan(
         config,
         model,
@@ -110,6 +113,7 @@ def make_plan(config: Config, mesh: Mesh, model: decoder.DecoderConfig | None = 
         page_bytes=page,
     )
     _check_processes(config, groups)
+    _check_hybrid(plan)
     _check_draft(plan)
     _check_shards(plan)
     check_cache_length(plan.limits, model)
@@ -283,6 +287,20 @@ def _check_processes(config: Config, groups: ProcessGroups) -> None:
         f"{len(groups.own)} processes hold a copy of the weights together (mesh.tensor, mesh.expert), and would hear "
         "of its answers at different times; keep copies within a process",
     )
+
+
+def _check_hybrid(plan: Plan) -> None:
+    """Raise InputError for options that a policy with gated delta nets does not have."""
+    c, need = plan.config, Requirement(plan.config)
+    holds = {
+        "mesh.sequence": (plan.learner_partition.mesh.shape["sequence"] == 1, "goes over a row from its start"),
+        "policy.lora_rank": (not c.policy.lora_rank, "has no adapters for them"),
+        "rollout.quantize": (c.rollout.quantize == "none", "has no quantised matrices for them"),
+        "draft.budget": (not c.draft.budget, "advances row by row"),
+        "environment.name": (not c.environment.name, "cannot take the answers of an environment yet"),
+    }
+    for key, (right, reason) in holds.items():
+        need(key, right or plan.model.delta is None, f"a policy with gated delta nets (linear_attention) {reason}")
 
 
 def _check_draft(plan: Plan) -> None:

@@ -16,7 +16,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.features.router_records import RouterRecords
 from specrl_jax.decoding.features.stop_texts import StopTexts, make_stop_texts
-from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.functions import EngineFunctions, with_rows, without_rows
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
@@ -26,6 +26,7 @@ from specrl_jax.io.digests import checksum
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder.expert_record import init_record
+from specrl_jax.models.delta_net import Remembered, empty_rows, rows_axes
 from specrl_jax.models.flops import weight_bytes
 from specrl_jax.planning.cache_size import check_cache_length
 from specrl_jax.planning.memory import token_bytes
@@ -163,7 +164,10 @@ def make_rollout_engine(
     prefill_rows = -(-limits.prefill_rows // shards) * shards
     limits = dataclasses.replace(limits, shards=shards, prefill_rows=prefill_rows, copies=partition.copies)
     check_cache_length(limits, model)
-    target = Target(model, draft, config, partition=partition)
+    # Of a forward all tokens can be accepted but those that only fix its shape.
+    at_once = [limits.width, *(feature.at_once(limits) for feature in limits.features), *(lengths or ())]
+    waiting = max(drafter.length, *at_once) + 1
+    target = Target(model, draft, config, partition=partition, waiting=waiting)
     parts = EngineFunctions(
         init_cache=target.init_cache,
         prefill=target.prefill,
@@ -174,6 +178,7 @@ def make_rollout_engine(
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         least_tokens=LEAST_TOKENS.get(partition.platform, 1),
+        init_rows=target.init_rows,
         token_read=token_bytes(model, None, str(config.cache_dtype))
         / weight_bytes(model, str(config.dtype), config.quantize),
     )
@@ -212,6 +217,7 @@ class Target:
     draft: DraftModel | None
     config: InferenceConfig
     partition: Partitioner
+    waiting: int = 1  # most tokens of a forward that can be accepted
 
     @property
     def records(self) -> bool:
@@ -220,55 +226,78 @@ class Target:
 
     def init_cache(self, pages: int, tokens: int) -> Cache:
         m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, platform=self.partition.platform)
-        target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape=shape)
+        target = kv.init_cache(len(m.attention_layers), m.kv_heads, m.head_dim, shape=shape)
         experts = init_record(m, shape) if self.records else None
         if self.draft is None and experts is None:
             return target
         return Caches(target, self.draft and self.draft.init_cache(shape), experts)
 
+    @property
+    def init_rows(self) -> Callable[[int], Remembered] | None:
+        """Return what makes the memory of rows without tokens; None: all layers have keys and values."""
+        if (delta := self.model.delta) is None:
+            return None
+        return functools.partial(empty_rows, delta, waiting=self.waiting, dtype=self.config.compute_dtype)
+
     def prefill(self, params: Weights, tokens: jax.Array, paging: kv.Paging, *, cache: Cache) -> Cache:
-        return self.decode(params, tokens, paging, cache=cache, return_logits=False)[1]
+        return self.decode(params, tokens, paging, cache=cache, prefills=True)[1]
 
     def decode(
-        self, params: Weights, tokens: jax.Array, paging: kv.Paging, *, cache: Cache, return_logits: bool = True
+        self, params: Weights, tokens: jax.Array, paging: kv.Paging, *, cache: Cache, prefills: bool = False
     ) -> tuple[jax.Array, Cache]:
-        """Return (logits, None without `return_logits`; cache), the draft's own cache updated from this forward too."""
+        """Return (logits, None where it `prefills`; cache), the draft's own cache updated from this forward too."""
+        pages, rows = without_rows(cache)
         options = decoder.Options(
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
-            return_logits=return_logits,
+            return_logits=not prefills,
+            prefills=prefills,
             return_experts=self.records,
         )
-        own = cache.target if isinstance(cache, Caches) else cache
+        own = pages.target if isinstance(pages, Caches) else pages
         inputs = decoder.ModelInputs(tokens, paging.positions)
         out = decoder.forward(
-            params.policy, self.model, inputs, partition=self.partition, options=options, cache=own, table=paging.table
+            params.policy,
+            self.model,
+            inputs,
+            partition=self.partition,
+            options=options,
+            cache=own,
+            table=paging.table,
+            rows=rows,
         )
         assert out.cache is not None  # one was given
         logits = cast(jax.Array, out.logits)
-        if not isinstance(cache, Caches):
-            return logits, out.cache
-        draft, experts = cache.draft, cache.experts
+        if not isinstance(pages, Caches):
+            return logits, with_rows(out.cache, out.rows)
+        draft, experts = pages.draft, pages.experts
         if self.draft is not None:
             draft = self.draft.update_cache(params.draft, draft, paging, out=out, partition=self.partition)
         if experts is not None and out.experts is not None:
             experts = kv.write_tokens(experts, paging, out.experts, partition=self.partition)
-        return logits, Caches(out.cache, draft, experts)
+        return logits, with_rows(Caches(out.cache, draft, experts), out.rows)
 
     def slots_shardings(self) -> Slots:
         """Return shardings of the engine's state. Raise InputError where num_slots does not divide over the mesh."""
         B = self.config.limits.num_slots
         row = stand_in(self.partition.sharding(("batch",), (B,)))
         by_row: dict[str, Any] = {field.name: row for field in dataclasses.fields(Slots)}
-        return Slots(**by_row | {"lookup_cache": self.partition.replicated, "cache": self._cache_shardings()})
+        others = {"lookup_cache": self.partition.replicated, "cache": self._cache_shardings()}
+        return Slots(**by_row | others | {"remembered": self._rows_shardings()})
 
     def prompt_shardings(self) -> Prompts:
         """Return shardings of the prompt that each shard carries over."""
         row: Any = self.partition.sharding(("batch",))
-        return Prompts(row, row, row)
+        return Prompts(row, row, row, self._rows_shardings())
+
+    def _rows_shardings(self) -> Remembered | None:
+        if self.model.delta is None:
+            return None
+        axes = rows_axes(self.model.delta)
+        return jax.tree.map(self.partition.sharding, axes, is_leaf=kv.is_axes)
 
     def _cache_shardings(self) -> Cache:
-        axes = (stand_in(kv.PAGE_AXES),) * self.model.layers
+        axes = (stand_in(kv.PAGE_AXES),) * len(self.model.attention_layers)
         experts = stand_in(kv.TOKEN_AXES) if self.records else None
         cache: Cache = axes
         if self.draft or experts:

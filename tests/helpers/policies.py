@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.models import decoder
+from specrl_jax.models.delta_net import DeltaNet
 from specrl_jax.models.rotary import Llama3Scaling, Rope
 
 # Every size differs from every other, and N * H from D, so that no transposed or mistaken axis fits.
@@ -27,6 +28,16 @@ SMALL = decoder.DecoderConfig(
 QWEN2 = dataclasses.replace(SMALL, qk_norm=False, qkv_bias=True, family="qwen2")
 LLAMA = dataclasses.replace(SMALL, qk_norm=False, family="llama", rope=Rope(1e4, Llama3Scaling(8.0, 24)))
 SMOLLM3 = dataclasses.replace(SMALL, qk_norm=False, family="smollm3", tied=True, no_rope_layers=(1,))
+# Both kinds of layers at the beginning and the end of a turn of the scan, whose pattern is theirs, not every fourth.
+HYBRID = dataclasses.replace(
+    SMALL,
+    layers=6,
+    rotary_dim=4,
+    gated=True,
+    norm_offset=1.0,
+    delta=DeltaNet((0, 2, 3, 5), key_heads=2, value_heads=6, key_dim=9, value_dim=7, window=3),
+    family="qwen3_5_text",
+)
 # The shares of a token's experts sum to one; k = 3 of an odd number of choices, no expert as wide as the dense mlp.
 MOE = dataclasses.replace(SMALL, mlp=20, experts=8, experts_per_token=3, dense_mlp=36, family="qwen3_moe")
 
@@ -37,7 +48,7 @@ def random_params(config, seed=0, dtype=np.float32):
 
     def draw(spec):
         if spec.fan_in == 0:  # biases are as large as what they are added to
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape) - (spec.start == 0), dtype)
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape) + (spec.start - 1), dtype)
         return jnp.asarray(rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed)), dtype)
 
     params = jax.tree.map(draw, decoder.param_specs(config))

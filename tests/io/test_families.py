@@ -7,21 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.families import FAMILIES
 from specrl_jax.models import decoder
+from specrl_jax.models.delta_net import DeltaNet
 from specrl_jax.models.rotary import Llama3Scaling, Rope
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config
-from tests.helpers.policies import LLAMA, QWEN2, SMALL, SMOLLM3, compiled, random_params, row_positions
+from tests.helpers.policies import HYBRID, LLAMA, QWEN2, SMALL, SMOLLM3, compiled, random_params, row_positions
 
 MISTRAL = dataclasses.replace(LLAMA, rope=Rope(1e6), family="mistral")
 MIMO = dataclasses.replace(QWEN2, family="mimo")
 POLICIES = {"qwen2": QWEN2, "llama": LLAMA, "smollm3": SMOLLM3, "mistral": MISTRAL, "mimo": MIMO}
+POLICIES["qwen3_5_text"] = HYBRID
 # As published, without the keys that say nothing of the forward pass.
 PUBLISHED = {
     "llama3p2_1b": {
@@ -89,6 +92,37 @@ PUBLISHED = {
         "rope_theta": 100000,
         "tie_word_embeddings": True,
         "vocab_size": 49152,
+    },
+    "qwen3p5_9b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
     },
     "mimo_7b": {
         "architectures": ["MiMoForCausalLM"],
@@ -220,12 +254,57 @@ def test_another_family_of_the_same_sizes_is_refused(tmp_path):
     assert "k_proj.bias" in refusal(lambda: hf.check_params(str(folder), hf.load_config(str(folder))))
 
 
+def test_the_text_part_of_a_model_that_reads_images_is_its_policy(tmp_path, partition):
+    folder = save(tmp_path, HYBRID)
+    text = read_config(folder)
+    vision = {"model.visual.patch_embed.proj.weight": np.ones(3, np.float32), "mtp.norm.weight": np.ones(3, np.float32)}
+    names = [name for name in safetensors.numpy.load_file(folder / "model.safetensors") if name.startswith("model.")]
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    renamed = {f"model.language_model.{name.removeprefix('model.')}": tensors[name] for name in names}
+    edit_tensors(folder, dict.fromkeys(names) | renamed | vision)
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 9}
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert hf.load_config(str(folder)) == HYBRID
+    hf.check_params(str(folder), HYBRID)
+    assert_same_trees(hf.load_params(str(folder), HYBRID, partition), random_params(HYBRID))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["mamba"] * 6}, "layers of mamba, which is not supported"),
+        ({"layer_types": ["full_attention"] * 6}, "has layers of full_attention alone"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "2 entries in layer_types, and num_hidden_layers=6"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads=5, which must be a multiple of linear_num_key_heads=2"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"partial_rotary_factor": 0.3}, "partial_rotary_factor=0.3 of head_dim=10: 3 must be even"),
+        ({"model_type": "qwen3_5_moe"}, "holds a 'qwen3_5_moe' model, expected"),
+        ({"model_type": "qwen3_next"}, "holds a 'qwen3_next' model, expected"),
+        ({"attention_bias": True}, "asks for attention_bias, which is not supported"),
+    ],
+)
+def test_a_hybrid_that_has_no_policy_here_is_refused(changes, words, tmp_path):
+    folder = save(tmp_path, HYBRID)
+    edit_config(folder, **changes)
+    assert words in refusal(lambda: hf.load_config(str(folder)))
+
+
 def odd_shape(family, seed):
     """A small policy of a family: every size, factor and base drawn, head_dim not embed / heads in most."""
     rng = np.random.default_rng([seed, *family.encode()])
     kv_heads, group, head_dim = (int(rng.choice(sizes)) for sizes in ((1, 2, 3), (1, 2, 4), (6, 8, 10, 16)))
     layers, theta = int(rng.integers(1, 5)), float(rng.choice([1e4, 1e5, 6.4e5, 1e6]))
     scaling = Llama3Scaling(float(rng.choice([8.0, 32.0])), int(rng.choice([8, 24]))) if family == "llama" else None
+    own = {}
+    if family == "qwen3_5_text":
+        layers += 1
+        # A key of one number would be its sign, which rounding can turn.
+        key_heads, dk, dv = (int(n) for n in rng.integers((1, 4, 1), 12))
+        delta = tuple(sorted(rng.permutation(layers)[: rng.integers(1, layers)].tolist()))
+        sizes = DeltaNet(delta, key_heads, key_heads * int(rng.integers(1, 4)), key_dim=dk, value_dim=dv, window=4)
+        own = {"delta": sizes, "rotary_dim": int(rng.choice([2, 4, head_dim]))}
     return dataclasses.replace(
         POLICIES.get(family, SMALL),
         vocab=int(rng.integers(30, 60)),
@@ -239,11 +318,12 @@ def odd_shape(family, seed):
         rope=Rope(theta, scaling if seed % 3 else None),
         norm_epsilon=float(rng.choice([1e-5, 1e-6])),
         no_rope_layers=tuple(i for i in range(layers) if rng.integers(2)) if family == "smollm3" else (),
+        **own,
     )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "smollm3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "smollm3", "mistral", "qwen3_5_text"])
 def test_logits_of_odd_shapes_are_those_of_transformers(family, tmp_path, partition):
     """14 of each, written by us, read by transformers and by us: float32, or stored in bfloat16, in one file or more.
 
@@ -269,7 +349,7 @@ def test_logits_of_odd_shapes_are_those_of_transformers(family, tmp_path, partit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nano_qwen2", "nano_llama", "nano_smollm3", "nano_mistral"])
+@pytest.mark.parametrize("name", ["nano_qwen2", "nano_llama", "nano_smollm3", "nano_mistral", "nano_hybrid"])
 def test_greedy_answers_with_drafts_are_those_of_transformers(name, tmp_path):
     """20 prompts, 40 tokens each, n-gram drafts here; up to the first tie of float32."""
     reason = "pip install -r requirements-parity.txt brings this test back"

@@ -215,7 +215,7 @@ def test_every_large_preset_has_a_published_number():
 
 def test_every_hugging_face_name_belongs_to_one_weight():
     for name in decoder.PRESETS:
-        names = [spec.hf_name for spec in jax.tree.leaves(decoder.param_specs(decoder.preset(name)))]
+        names = [(spec.hf_name, spec.hf_rows) for spec in jax.tree.leaves(decoder.param_specs(decoder.preset(name)))]
         assert len(set(names)) == len(names)
 
 

@@ -1,5 +1,7 @@
 """Shapes of an engine: the sizes a batch shrinks to, prompts prefilled at once, groups to copy from, draft lengths."""
 
+import re
+
 import jax
 import pytest
 
@@ -15,6 +17,7 @@ from specrl_jax.config import (
 )
 from specrl_jax.decoding.features.router_records import RouterRecords
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.errors import InputError
 from specrl_jax.planning.plan import SIZES, draft_lengths, find_limits, make_plan, sampling_of
 from specrl_jax.sharding import make_mesh
 from tests.helpers.engine_sizes import engine_sizes
@@ -106,6 +109,43 @@ def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, group
     limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
     assert (limits.groups, limits.sequences, limits.width) == (groups, sequences, 0)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"policy.lora_rank": 4},
+            "policy.lora_rank=4: a policy with gated delta nets (linear_attention)",
+        ),
+        ({"rollout.quantize": "int8"}, "rollout.quantize=int8"),
+        ({"draft.budget": 8}, "draft.budget=8"),
+        ({"draft.kind": "self", "draft.online": False}, "draft.kind=self"),
+        ({"draft.kind": "mtp"}, "the heads of Qwen3.5 (mtp.*) are not read yet"),
+        ({"draft.kind": "model", "draft.preset": "nano_hybrid"}, "a model with gated delta nets"),
+    ],
+    ids=str,
+)
+def test_options_that_a_hybrid_does_not_have_are_refused(changes, words):
+    config = rlzero_tiny.get_config("smoke")
+    config.policy.preset = "nano_hybrid"
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(InputError, match=re.escape(words)):
+        make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
+
+
+def test_a_row_may_not_be_split_where_it_has_a_state():
+    config = rlzero_tiny.get_config("smoke")
+    config.policy.preset = "nano_hybrid"
+    with pytest.raises(InputError, match=r"mesh\.sequence=.*goes over a row from its start"):
+        make_plan(from_config_dict(config), make_mesh({"sequence": 2}, jax.devices()[:2]))
+
+
+def test_states_come_before_pages():
+    config = rlzero_tiny.get_config("smoke")
+    config.policy.preset, config.draft.kind, config.rollout.cache_gb = "nano_hybrid", "none", 0.0001
+    with pytest.raises(InputError, match=r"the states of rollout\.num_slots=16 take"):
+        make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
 
 
 def test_experts_are_replayed_where_there_are_some():

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, SamplingMask, Verified, VerifyInputs
 from specrl_jax.core import stand_in
 from specrl_jax.decoding import decode
@@ -123,9 +122,6 @@ def reverify_chunk(
     k, keeps = feature.at_once(config), feature.keeps
     options, slots = decode.step_options(slots, functions, config), decode.begin_chunk(slots, config)
 
-    def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
-        return functions.decode(params, tokens, paging, cache=cache)
-
     def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
         # Where all are kept, the last of them takes the place of the token that a verification draws.
         count = jnp.clip(_earlier(slots).length - keeps - slots.length, 0, k).astype(jnp.int32)
@@ -140,7 +136,7 @@ def reverify_chunk(
             dataclasses.replace(slots, done=~verifies),
             inputs.seed,
             draft_fn,
-            target_fn=target_fn,
+            target_fn=functions.target_fn(params),
             options=dataclasses.replace(options, verify=verify),
         )
         return i + 1, *_reserved(_after(slots, stepped, verifies))

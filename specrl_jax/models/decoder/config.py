@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from specrl_jax.models.delta_net import DeltaNet
 from specrl_jax.models.rotary import Rope
 
 
@@ -23,6 +24,10 @@ class DecoderConfig:
     qk_norm: bool = True  # RMSNorm over each head of queries and keys
     qkv_bias: bool = False
     no_rope_layers: tuple[int, ...] = ()  # indices of the layers without rotary positions
+    rotary_dim: int = 0  # dimensions of a head that turn, the first ones; 0: all
+    gated: bool = False  # attention's output is multiplied by the sigmoid of a gate beside each query
+    norm_offset: float = 0.0  # added to the scale of every norm (layers.rms_norm)
+    delta: DeltaNet | None = None  # the layers that are gated delta nets instead of attention
     # model_type of config.json, for io/families.py alone: all that it means is in the options.
     family: str = "qwen3"
     experts: int = 0  # E; 0: the model is dense
@@ -40,6 +45,36 @@ class DecoderConfig:
         return self.heads // self.kv_heads
 
     @property
+    def turned(self) -> int:
+        """Return the dimensions of a head that have rotary positions."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def projected_heads(self) -> int:
+        """Return the heads that a token's queries are projected to: of each its gate too, where there is one."""
+        return self.heads * (2 if self.gated else 1)
+
+    @property
     def fused_heads(self) -> tuple[int, int, int]:
-        """Return the shape (K, R + 2, H) of what the inference layout projects to: R queries, a key, a value."""
-        return self.kv_heads, self.queries_per_kv + 2, self.head_dim
+        """Return the shape (K, R + 2, H) of what the inference layout projects to: R queries, a key, a value.
+
+        Each query with its gate behind it, where there is one.
+        """
+        return self.kv_heads, self.projected_heads // self.kv_heads + 2, self.head_dim
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Return the indices of the layers that are gated delta nets."""
+        return self.delta.layers if self.delta else ()
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the indices of the other layers, which have keys and values."""
+        return tuple(i for i in range(self.layers) if i not in self.delta_layers)
+
+    @property
+    def period(self) -> int:
+        """Return after how many layers their kinds repeat: 1 where all are of one kind."""
+        kinds = [i in self.delta_layers for i in range(self.layers)]
+        sizes = [p for p in range(1, self.layers + 1) if self.layers % p == 0]
+        return next(p for p in sizes if kinds == kinds[:p] * (self.layers // p))

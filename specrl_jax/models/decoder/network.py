@@ -8,13 +8,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Params, branch, branches
+from specrl_jax.core import Params, at_least_float32, branch, branches
 from specrl_jax.data.rows import KeptTokens
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
 from specrl_jax.models.decoder.config import DecoderConfig
 from specrl_jax.models.decoder.expert_record import by_layer, to_record
+from specrl_jax.models.decoder.params import weights_of_layer
+from specrl_jax.models.delta_net import (
+    Advance,
+    PackedRows,
+    Recurrence,
+    Remember,
+    Remembered,
+    RowState,
+    mix,
+    next_base,
+    places,
+)
 from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, swiglu
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
@@ -52,6 +64,7 @@ class Options:
     temperature: float = 1.0  # of the targets' log-probs and the entropy
     return_logits: bool = True  # False skips the lm_head: prefill needs the cache only
     return_experts: bool = False  # return the record of a mixture's experts
+    prefills: bool = False  # with rows: how these take a forward's tokens (delta_net.Recurrence)
 
 
 DEFAULT = Options()
@@ -63,6 +76,7 @@ class Output(NamedTuple):
     hidden: jax.Array  # [B, T, D], input of the lm_head
     aux: jax.Array | None = None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
     cache: kv.KVCache | None = None
+    rows: Remembered | None = None
     routing: jax.Array | None = None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
     experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/decoder/expert_record.py)
     logits: jax.Array | None = None  # [B, T, V] float32
@@ -80,6 +94,7 @@ def forward(
     options: Options = DEFAULT,
     cache: kv.KVCache | None = None,
     table: kv.Table | None = None,
+    rows: Remembered | None = None,
 ) -> Output:
     """Run the policy over tokens [B, T].
 
@@ -88,39 +103,33 @@ def forward(
       cache: each query reads it up to its own position; keys and values are written at `positions`, and the updated
         cache is returned. A negative position is no token.
       table: the rows' pages of the cache.
+      rows: what the layers without keys and values remember of each row; given with a cache where there are such.
     """
-    angles = config.rope.angles(inputs.positions, config.head_dim)
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
+        angles = config.rope.angles(inputs.positions, config.turned)
         attend = options.attention(inputs.segment_ids, partition)
         replayed = None if inputs.experts is None else by_layer(inputs.experts, config)
 
         def block(x: jax.Array, w: Params, of_layer: _OfLayer) -> tuple[jax.Array, moe.Routed | None]:
             mlp = feed_forward(config, partition, inputs.counted, replayed=of_layer.replayed)
             turns = _turned(angles, of_layer.turned)
-            return layer(x, w, config, angles=turns, attend=attend, mlp=mlp, sums=partition.sums(x.dtype))
+            sums, remember = partition.sums(x.dtype), PackedRows(inputs.segment_ids)
+            return layer(x, w, config, angles=turns, attend=attend, mlp=mlp, sums=sums, remember=remember)
 
-        scanned = _OfLayer(replayed, _has_positions(config))
-        x, aux, routed = _scanned(branch(params, "layers"), x, block, scanned, options=options, partition=partition)
+        stacked = _OfLayer(branch(params, "layers"), replayed, _has_positions(config))
+        x, aux, routed = _scanned(stacked, x, block, config, options=options, partition=partition)
     else:
         assert table is not None, "a cache is read by a table"
         assert inputs.experts is None, "what is decoded chooses its experts"
-        decoded = functools.partial(
-            decoded_layer,
-            paging=kv.Paging(table, inputs.positions),
-            counted=inputs.counted,
-            config=config,
-            partition=partition,
-        )
-        turns = (angles, _turned(angles, jnp.bool(False)) if config.no_rope_layers else angles)
-        layers = [
-            functools.partial(decoded, w=w, angles=turns[i in config.no_rope_layers])
-            for i, w in enumerate(branches(params, "layers"))
-        ]
-        x, aux, routed, cache = _unrolled(layers, x, cache, options.aux_layers)
-    x = rms_norm(x, params["final_norm"], config.norm_epsilon)
-    out = Output(x, aux, cache, routing=routed and routed.copies)
+        paging = kv.Paging(table, inputs.positions)
+        decoded = _decoded_layers(params, config, inputs, paging=paging, options=options, partition=partition)
+        memories = _Memories(cache, rows)
+        x, aux, routed, memories = _unrolled(decoded, x, memories, paging, config=config, options=options)
+        cache, rows = memories
+    x = rms_norm(x, params["final_norm"], config.norm_epsilon, offset=config.norm_offset)
+    out = Output(x, aux, cache, rows, routing=routed and routed.copies)
     if inputs.targets is not None:
         tiling = Tiling(options.vocab_tile, options.temperature, partition)
         scores = token_scores(x, lm_head_weight(params, config), inputs.targets, tiling, inputs.kept)
@@ -176,16 +185,38 @@ AttendFused = Callable[[jax.Array, kv.Heads], jax.Array | None]
 
 
 class _OfLayer(NamedTuple):
-    """Arrays that differ by layer, beside its weights; with a leading [L] for all of them."""
+    """Arrays that differ by layer; with a leading axis for all of them."""
 
+    weights: Params
     replayed: jax.Array | None  # [B, T, k], experts to take; None: the router's own
     turned: jax.Array | None  # [] bool, whether it has rotary positions; None: each has
 
 
 # (x [B, T, D], layer) -> (x [B, T, D], its routing; None: dense).
 Block = Callable[[jax.Array, Params, _OfLayer], tuple[jax.Array, moe.Routed | None]]
-# (x [B, T, D], its pages) -> (x [B, T, D], its routing; None: dense; its pages).
-DecodedLayer = Callable[..., tuple[jax.Array, moe.Routed | None, jax.Array]]
+
+
+class _Memory(NamedTuple):
+    """Memory of a layer between forwards: one of the two."""
+
+    pages: jax.Array | None  # of keys and values
+    rows: RowState | None
+
+
+class _Memories(NamedTuple):
+    """Memory of all layers between forwards."""
+
+    cache: kv.KVCache
+    rows: Remembered | None
+
+    def by_layer(self, config: DecoderConfig) -> list[_Memory]:
+        pages, states = iter(self.cache), iter(self.rows.layers if self.rows else ())
+        delta = [i in config.delta_layers for i in range(config.layers)]
+        return [_Memory(None, next(states)) if one else _Memory(next(pages), None) for one in delta]
+
+
+# (x [B, T, D], what it remembers) -> (x [B, T, D], its routing; None: dense; what it remembers).
+DecodedLayer = Callable[..., tuple[jax.Array, moe.Routed | None, _Memory]]
 
 
 def _has_positions(config: DecoderConfig) -> jax.Array | None:
@@ -202,19 +233,20 @@ def _turned(angles: tuple[jax.Array, jax.Array], turned: jax.Array | None) -> tu
 
 
 def _scanned(
-    stacked: Params,
+    stacked: _OfLayer,
     x: jax.Array,
     block: Block,
-    by_layer: _OfLayer,
+    config: DecoderConfig,
     *,
     options: Options,
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None, moe.Routed | None]:
-    """Scan the layers of the training layout: (x, aux, routing)."""
+    """Scan the layers of the training layout: (x, aux, routing). A turn of the scan has as many as their kinds take."""
+    L, period = config.layers, config.period
 
-    def apply(x: jax.Array, w: Params, of_layer: _OfLayer) -> tuple[jax.Array, moe.Routed | None]:
+    def apply(x: jax.Array, of_layer: _OfLayer) -> tuple[jax.Array, moe.Routed | None]:
         # Adapters are merged here, inside the checkpoint: the merged weights of one layer exist at a time.
-        x, routed = block(x, merged(w), of_layer)
+        x, routed = block(x, merged(of_layer.weights), of_layer)
         return partition.constrain(x, "batch", "sequence", None), routed
 
     apply = rematerialised(apply, options.remat)
@@ -226,60 +258,118 @@ def _scanned(
 
     Carry = tuple[jax.Array, jax.Array]
 
-    def body(carry: Carry, inputs: tuple[jax.Array, Params, _OfLayer]) -> tuple[Carry, moe.Routed | None]:
+    def body(carry: Carry, inputs: tuple[jax.Array, _OfLayer]) -> tuple[Carry, moe.Routed | None]:
         x, aux = carry
-        index, w, of_layer = inputs
-        aux = collected(aux, x, index)
-        x, routed = apply(x, w, of_layer)
-        return (x, aux), routed
+        first, turn = inputs
+        routing = []
+        for i in range(period):
+            aux = collected(aux, x, first + i)
+            x, routed = apply(x, turn if period == 1 else _part(turn, config, i))
+            routing.append(routed)
+        return (x, aux), routing[0] if period == 1 else jax.tree.map(lambda *layers: jnp.stack(layers), *routing)
 
-    L = len(stacked["attention_norm"])
+    if period > 1:
+        stacked = jax.tree.map(lambda w: w.reshape(L // period, -1, *w.shape[1:]), stacked)
     empty = jnp.zeros((*x.shape[:2], len(options.aux_layers), x.shape[2]), x.dtype)
-    (x, aux), routed = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked, by_layer))
+    (x, aux), routed = jax.lax.scan(body, (x, empty), (jnp.arange(0, L, period), stacked))
+    if period > 1:
+        routed = jax.tree.map(lambda x: x.reshape(L, *x.shape[2:]), routed)
     if L in options.aux_layers:
         aux = collected(aux, x, L)
     return x, aux if options.aux_layers else None, routed
 
 
+def _part(turn: _OfLayer, config: DecoderConfig, layer: int) -> _OfLayer:
+    """Return one layer of a turn of the scan."""
+    places = weights_of_layer(turn.weights, config, layer)
+    weights = {name: jax.tree.map(lambda w, i=i: w[i], turn.weights[name]) for name, i in places.items()}
+    replayed, turned = (None if x is None else x[layer] for x in (turn.replayed, turn.turned))
+    return _OfLayer(weights, replayed, turned)
+
+
+def _decoded_layers(
+    params: Params,
+    config: DecoderConfig,
+    inputs: ModelInputs,
+    *,
+    paging: kv.Paging,
+    options: Options,
+    partition: Partitioner,
+) -> list[DecodedLayer]:
+    """Return the layers of the inference layout, which take and return what they remember."""
+    angles = config.rope.angles(inputs.positions, config.turned)
+    turns = (angles, _turned(angles, jnp.bool(False)) if config.no_rope_layers else angles)
+    decoded = functools.partial(
+        decoded_layer,
+        paging=paging,
+        counted=inputs.counted,
+        config=config,
+        partition=partition,
+        prefills=options.prefills,
+    )
+    return [
+        functools.partial(decoded, w=w, angles=turns[i in config.no_rope_layers])
+        for i, w in enumerate(branches(params, "layers"))
+    ]
+
+
 def _unrolled(
     layers: Sequence[DecodedLayer],
     x: jax.Array,
-    cache: kv.KVCache,
-    aux_layers: tuple[int, ...],
-) -> tuple[jax.Array, jax.Array | None, moe.Routed | None, kv.KVCache]:
-    """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
-    written, entering, routing = [], [], []
-    for decoded, pages in zip(layers, cache, strict=True):
+    memories: _Memories,
+    paging: kv.Paging,
+    *,
+    config: DecoderConfig,
+    options: Options,
+) -> tuple[jax.Array, jax.Array | None, moe.Routed | None, _Memories]:
+    """Run the layers of the inference layout one by one: (x, aux, routing, what they remember)."""
+    entering, after, routing = [], [], []
+    at = places(memories.rows, paging.positions) if memories.rows else None
+    for decoded, memory in zip(layers, memories.by_layer(config), strict=True):
         entering.append(x)
-        x, routed, pages = decoded(x, pages=pages)
-        written.append(pages)
+        x, routed, memory = decoded(x, memory=memory, at=at)
+        after.append(memory)
         routing.append(routed)
+    aux_layers = options.aux_layers
     aux = jnp.stack([(*entering, x)[index] for index in aux_layers], axis=2) if aux_layers else None
-    return x, aux, jax.tree.map(lambda *layers: jnp.stack(layers), *routing), tuple(written)
+    rows = memories.rows
+    if rows and at:
+        states = tuple(memory.rows for memory in after if memory.rows is not None)
+        rows = Remembered(next_base(rows, at, options.prefills), states)
+    memories = _Memories(tuple(memory.pages for memory in after if memory.pages is not None), rows)
+    return x, aux, jax.tree.map(lambda *layers: jnp.stack(layers), *routing), memories
 
 
-@functools.partial(jax.jit, static_argnames=("config", "partition"))
+@functools.partial(jax.jit, static_argnames=("config", "partition", "prefills"))
 def decoded_layer(
     x: jax.Array,
     w: Params,
-    pages: jax.Array,
+    memory: _Memory,
     *,
     angles: tuple[jax.Array, jax.Array],
     paging: kv.Paging,
+    at: Advance | None,
     counted: jax.Array | None,
     config: DecoderConfig,
     partition: Partitioner,
-) -> tuple[jax.Array, moe.Routed | None, jax.Array]:
-    """Run one block of the inference layout over its pages: x [B, T, D] -> (x [B, T, D], its routing, the pages).
+    prefills: bool,
+) -> tuple[jax.Array, moe.Routed | None, _Memory]:
+    """Run one block of the inference layout: x [B, T, D] -> (x [B, T, D], its routing, what it remembers).
 
     Jitted, with all it reads as arguments, so that a program of L layers traces and lowers one. XLA inlines the calls.
     """
-    attend, mlp = kv.PagedAttention(pages, paging, partition), feed_forward(config, partition, counted)
-    attend_fused = functools.partial(attend.fused, epsilon=config.norm_epsilon)
-    x, routed = layer(
-        x, w, config, angles=angles, attend=attend, mlp=mlp, sums=partition.sums(x.dtype), attend_fused=attend_fused
+    run = functools.partial(
+        layer, x, w, config, angles=angles, mlp=feed_forward(config, partition, counted), sums=partition.sums(x.dtype)
     )
-    return x, routed, attend.pages
+    if memory.pages is None:
+        assert memory.rows is not None and at is not None, "a layer remembers pages or rows"
+        remember = Recurrence(memory.rows, at, prefills=prefills)
+        x, routed = run(remember=remember)
+        return x, routed, _Memory(None, remember.rows)
+    attend = kv.PagedAttention(memory.pages, paging, partition)
+    fused = None if config.gated else functools.partial(attend.fused, epsilon=config.norm_epsilon)
+    x, routed = run(attend=attend, attend_fused=fused)
+    return x, routed, _Memory(attend.pages, None)
 
 
 def layer(
@@ -288,21 +378,30 @@ def layer(
     config: DecoderConfig,
     *,
     angles: tuple[jax.Array, jax.Array],
-    attend: AttendRows,
+    attend: AttendRows | None = None,
     mlp: FeedForward = dense,
     sums: jnp.dtype | None = None,
     attend_fused: AttendFused | None = None,
+    remember: Remember | None = None,
 ) -> tuple[jax.Array, moe.Routed | None]:
     """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], its routing; None: dense).
 
     Args:
+      attend: of a layer with attention.
       attend_fused: first choice for the fused product of the inference layout; else, and where it gives None, `attend`.
       sums: as of `matmul`, of attention's output.
+      remember: of a layer that is a gated delta net.
     """
-    normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
-    attended = kept(_attended(normed, w, config, angles=angles, attend=attend, attend_fused=attend_fused))
-    x = x + kept(project_heads(attended, w["o"], sums))
-    added, routed = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
+    norm = functools.partial(rms_norm, epsilon=config.norm_epsilon, offset=config.norm_offset)
+    normed = norm(x, w["attention_norm"])
+    if "delta_o" in w:
+        assert remember is not None, "a gated delta net remembers"
+        x = x + kept(mix(normed, w, remember, epsilon=config.norm_epsilon, sums=sums))
+    else:
+        assert attend is not None, "the others attend"
+        attended = kept(_attended(normed, w, config, angles=angles, attend=attend, attend_fused=attend_fused))
+        x = x + kept(project_heads(attended, w["o"], sums))
+    added, routed = mlp(norm(x, w["mlp_norm"]), w)
     return x + added, routed
 
 
@@ -317,24 +416,37 @@ def _attended(
     """Project x [B, T, D] to heads, from either layout, and attend: [B, T, N, H]."""
 
     def turned(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-        normed = x if scale is None else rms_norm(x, scale, config.norm_epsilon)
+        normed = x if scale is None else rms_norm(x, scale, config.norm_epsilon, offset=config.norm_offset)
         return rotate(normed.reshape(*x.shape[:2], -1, config.head_dim), angles).reshape(x.shape)
+
+    def by_head(q: jax.Array) -> jax.Array:
+        return q.reshape(*x.shape[:2], config.heads, config.head_dim)
 
     q_norm, k_norm = w.get("q_norm"), w.get("k_norm")
     if "qkv" not in w:
         q, k, v = (kept(einsum("BTD,DNH->BTNH", x, w[name], bias=w.get(f"{name}_bias"))) for name in "qkv")
+        if config.gated:
+            out = attend(turned(q[:, :, ::2], q_norm), turned(k, k_norm), v)
+            return out * _opened(q[:, :, 1::2])
         return attend(turned(q, q_norm), turned(k, k_norm), v)
     fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"], bias=w.get("qkv_bias"))
+    if config.gated:
+        q, gate = by_head(fused[..., :-2:2, :]), by_head(fused[..., 1:-2:2, :])
+        out = attend(turned(q, q_norm), turned(fused[..., -2, :], k_norm), fused[..., -1, :])
+        return out * _opened(gate)
     if attend_fused is not None:
         sin, cos = angles
-        out = attend_fused(fused, kv.Heads(q_norm, k_norm, sin, cos=cos))
-        if out is not None:
-            return out
+        found = attend_fused(fused, kv.Heads(q_norm, k_norm, sin, cos=cos))
+        if found is not None:
+            return found
     # All at once, the values too, which are not kept: one kernel on a GPU in place of two for each of q and k.
     R = config.queries_per_kv
     part = jnp.arange(R + 2)[:, None]
     scales = None if q_norm is None or k_norm is None else jnp.where(part < R, q_norm[None], k_norm[None])
     both = turned(fused, scales)
     fused = jnp.where((part <= R)[None, None, None], both, fused)
-    q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
-    return attend(q, fused[..., R, :], fused[..., R + 1, :])
+    return attend(by_head(fused[..., :R, :]), fused[..., R, :], fused[..., R + 1, :])
+
+
+def _opened(gate: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(at_least_float32(gate)).astype(gate.dtype)

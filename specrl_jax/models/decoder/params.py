@@ -7,7 +7,7 @@ inference  one dict per layer, q/k/v fused, in the rollout dtype: a decode step 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, cast
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested, stand_in
 from specrl_jax.models.decoder.config import DecoderConfig
+from specrl_jax.models.delta_net import WIDE, delta_specs
 from specrl_jax.models.layers import ParamSpec, Specs, layer_specs, norm_spec, table_spec
 from specrl_jax.models.lora import merged
 from specrl_jax.models.quantized import Quantized, quantize
@@ -33,21 +34,45 @@ def param_specs(config: DecoderConfig) -> Specs:
     c = config
     specs = {
         "embed": table_spec(c.vocab, c.embed, "model.embed_tokens", fan_in=2500),
-        "final_norm": norm_spec(c.embed, "model.norm"),
+        "final_norm": norm_spec(c.embed, "model.norm", offset=c.norm_offset),
     }
     if not c.tied:
         specs["unembed"] = table_spec(c.vocab, c.embed, "lm_head", fan_in=c.embed)
-    return nested(specs, layers={name: _stacked(spec, "layers", c.layers) for name, spec in _layer(c).items()})
+    layers = {name: _stacked(spec, "layers", c.layers) for name, spec in _of_all_layers(c).items()}
+    for mixer, indices in ((_attention(c), c.attention_layers), (_delta(c), c.delta_layers)):
+        some = indices if c.delta else ()
+        layers |= {name: _stacked(spec, "layers", len(indices), some) for name, spec in mixer.items()}
+    return nested(specs, layers=layers)
 
 
-def _layer(c: DecoderConfig) -> dict[str, ParamSpec]:
-    """Return the specs of one layer."""
-    name = "model.layers.{layer}"
-    specs = layer_specs(c, name)
+_LAYER = "model.layers.{layer}"
+_ATTENTION = ("q", "k", "v", "o")
+
+
+def _attention(c: DecoderConfig) -> dict[str, ParamSpec]:
+    """Return the specs of one layer's attention."""
+    specs = {name: spec for name, spec in layer_specs(c, _LAYER).items() if name in _ATTENTION}
+    if c.gated:
+        shape = (c.embed, c.projected_heads, c.head_dim)  # query and gate of each head side by side
+        specs["q"] = dataclasses.replace(specs["q"], shape=shape)
     if c.qk_norm:
-        specs |= {part: norm_spec(c.head_dim, f"{name}.self_attn.{part}", "head_dim") for part in ("q_norm", "k_norm")}
+        for part in ("q_norm", "k_norm"):
+            specs[part] = norm_spec(c.head_dim, f"{_LAYER}.self_attn.{part}", "head_dim", offset=c.norm_offset)
     if c.qkv_bias:
         specs |= {f"{part}_bias": _bias_spec(specs[part]) for part in "qkv"}
+    return specs
+
+
+def _delta(c: DecoderConfig) -> dict[str, ParamSpec]:
+    """Return the specs of one layer's gated delta net."""
+    return delta_specs(c.delta, c.embed, f"{_LAYER}.linear_attn") if c.delta else {}
+
+
+def _of_all_layers(c: DecoderConfig) -> dict[str, ParamSpec]:
+    """Return the specs of what a layer of any kind has: its norms, and the mlp or the experts."""
+    specs = {name: spec for name, spec in layer_specs(c, _LAYER).items() if name not in _ATTENTION}
+    for part in ("attention_norm", "mlp_norm"):
+        specs[part] = dataclasses.replace(specs[part], start=1.0 - c.norm_offset)
     if not c.experts:
         return specs
     # A mixture of experts declares the same three matrices once per expert, and a router.
@@ -57,7 +82,7 @@ def _layer(c: DecoderConfig) -> dict[str, ParamSpec]:
         )
         specs[part] = _stacked(of_one, "experts", c.experts)
     shape, axes = (c.embed, c.experts), ("embed", None)
-    return specs | {"router": ParamSpec(shape, axes, c.embed, f"{name}.mlp.gate.weight", "e d -> d e")}
+    return specs | {"router": ParamSpec(shape, axes, c.embed, f"{_LAYER}.mlp.gate.weight", "e d -> d e")}
 
 
 def _bias_spec(matrix: ParamSpec) -> ParamSpec:
@@ -66,8 +91,10 @@ def _bias_spec(matrix: ParamSpec) -> ParamSpec:
     return ParamSpec(matrix.shape[1:], matrix.axes[1:], hf_name=name, hf_layout="(n h) -> n h", start=0.0)
 
 
-def _stacked(spec: ParamSpec, axis: str, size: int) -> ParamSpec:
-    return dataclasses.replace(spec, shape=(size, *spec.shape), axes=(axis, *spec.axes))
+def _stacked(spec: ParamSpec, axis: str, size: int, indices: tuple[int, ...] = ()) -> ParamSpec:
+    """Return the spec of `size` of these along a leading axis, of the layers `indices` alone where these are given."""
+    hf_layers = indices or spec.hf_layers
+    return dataclasses.replace(spec, shape=(size, *spec.shape), axes=(axis, *spec.axes), hf_layers=hf_layers)
 
 
 def inference_specs(config: DecoderConfig, kind: str = "none") -> Specs:
@@ -76,15 +103,19 @@ def inference_specs(config: DecoderConfig, kind: str = "none") -> Specs:
     Under a `kind` of quantization, `Quantized` of two specs stands for a quantised matrix.
     """
     c = config
-    layer = {name: spec for name, spec in _layer(c).items() if name not in FUSED}
-    layer["qkv"] = ParamSpec((c.embed, *c.fused_heads), ("embed", "kv_heads", None, "head_dim"))
+    attention = {name: spec for name, spec in _attention(c).items() if name not in FUSED}
+    attention["qkv"] = ParamSpec((c.embed, *c.fused_heads), ("embed", "kv_heads", None, "head_dim"))
     if c.qkv_bias:
-        layer["qkv_bias"] = ParamSpec(c.fused_heads, ("kv_heads", None, "head_dim"))
+        attention["qkv_bias"] = ParamSpec(c.fused_heads, ("kv_heads", None, "head_dim"))
     tables = {name: param_specs(c)[name] for name in ("embed", "final_norm")}
     tables["to_logits"] = ParamSpec((c.embed, c.vocab), ("embed", "vocab"))
+    layers = [_of_all_layers(c) | (_delta(c) if i in c.delta_layers else attention) for i in range(c.layers)]
     if kind != "none":
-        layer = {name: _quantized_spec(w, SUMMED[name], kind) if name in SUMMED else w for name, w in layer.items()}
-    return nested(tables, layers=[dict(layer) for _ in range(c.layers)])
+        layers = [
+            {name: _quantized_spec(w, SUMMED[name], kind) if name in SUMMED else w for name, w in layer.items()}
+            for layer in layers
+        ]
+    return nested(tables, layers=layers)
 
 
 def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...], kind: str) -> ParamSpec:
@@ -107,6 +138,8 @@ def inference_params(params: Params, config: DecoderConfig, dtype: jnp.dtype, *,
     """
 
     def kept(name: str, w: jax.Array) -> jax.Array:
+        if name in WIDE:
+            return w
         if kind == "none" or name not in SUMMED:
             return w.astype(dtype)
         return stand_in(quantize(w, SUMMED[name], kind, dtype=dtype))
@@ -114,7 +147,9 @@ def inference_params(params: Params, config: DecoderConfig, dtype: jnp.dtype, *,
     params = merged(params)
     tables = {name: params[name] for name in ("embed", "final_norm")}
     tables["to_logits"] = params["embed" if config.tied else "unembed"].T
-    layers = [{name: kept(name, w) for name, w in layer.items()} for layer in unstacked(branch(params, "layers"))]
+    layers = [
+        {name: kept(name, w) for name, w in layer.items()} for layer in unstacked(branch(params, "layers"), config)
+    ]
     return nested({name: w.astype(dtype) for name, w in tables.items()}, layers=layers)
 
 
@@ -137,13 +172,30 @@ def _of_a_twin(whole: Mapping[str, Leaf], quantized: Callable[[Leaf], Leaf]) -> 
     return nested({"to_logits": quantized(whole["to_logits"])}, layers=layers)
 
 
-def unstacked(layers: Params) -> list[Params]:
+def unstacked(layers: Params, config: DecoderConfig) -> list[Params]:
     """Map the layers of the training layout, [L, ...], to those of the inference layout: a dict each, q/k/v fused."""
     stacked = {name: w for name, w in layers.items() if name not in FUSED}
     stacked["qkv"] = _fused(layers["q"], layers["k"], layers["v"])
     if "q_bias" in layers:
         stacked["qkv_bias"] = _fused(layers["q_bias"], layers["k_bias"], layers["v_bias"])
-    return [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(len(layers["q"]))]
+    return [
+        {
+            name: jax.tree.map(lambda w, i=i: w[i], stacked[name])
+            for name, i in weights_of_layer(stacked, config, number).items()
+        }
+        for number in range(config.layers)
+    ]
+
+
+def weights_of_layer(names: Iterable[str], config: DecoderConfig, layer: int) -> dict[str, int]:
+    """Return which weights of the training layout a layer has, each with its place in the stack."""
+    delta = config.delta_layers
+    if not delta:
+        return dict.fromkeys(names, layer)
+    every, is_delta = _of_all_layers(config), layer in delta
+    place = sum(1 for i in range(layer) if (i in delta) == is_delta)
+    own = [name for name in names if name in every or (name in _delta(config)) == is_delta]
+    return {name: layer if name in every else place for name in own}
 
 
 def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

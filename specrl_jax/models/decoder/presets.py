@@ -4,6 +4,7 @@ import dataclasses
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.decoder.config import DecoderConfig
+from specrl_jax.models.delta_net import DeltaNet
 from specrl_jax.models.rotary import Llama3Scaling, Rope
 
 
@@ -77,6 +78,11 @@ def _smollm2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, theta
     )
 
 
+def _hybrid(layers: int) -> tuple[int, ...]:
+    """Return the layers that are gated delta nets: all but every fourth."""
+    return tuple(i for i in range(layers) if (i + 1) % 4)
+
+
 # For tests: compiles in seconds.
 _NANO = DecoderConfig(128, 64, 2, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, max_positions=4096)
 # The same with experts: the two of a token are together as wide as the mlp that they replace.
@@ -94,6 +100,15 @@ PRESETS = {
     "nano_llama": dataclasses.replace(_NANO_LLAMA, rope=Rope(5e5, Llama3Scaling(8.0, 256))),
     "nano_smollm3": dataclasses.replace(_NANO_LLAMA, layers=4, no_rope_layers=(3,), family="smollm3"),
     "nano_mistral": dataclasses.replace(_NANO_LLAMA, tied=False, family="mistral"),
+    "nano_hybrid": dataclasses.replace(
+        _NANO,
+        layers=4,
+        rotary_dim=8,
+        gated=True,
+        norm_offset=1.0,
+        delta=DeltaNet(_hybrid(4), 2, 4, key_dim=16, value_dim=16),
+        family="qwen3_5_text",
+    ),
     "nano_mimo": dataclasses.replace(_NANO_QWEN2, tied=False, family="mimo"),
     # 3.5 M parameters, for examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
     "tiny": DecoderConfig(128, 192, 8, heads=6, kv_heads=2, head_dim=32, mlp=576, tied=True, max_positions=4096),
@@ -120,6 +135,23 @@ PRESETS = {
     "smollm2_135m": _smollm2(embed=576, layers=30, heads=9, kv_heads=3, mlp=1536),
     "smollm2_360m": _smollm2(embed=960, layers=32, heads=15, kv_heads=5, mlp=2560),
     "smollm2_1p7b": _smollm2(embed=2048, layers=24, heads=32, kv_heads=32, mlp=8192, theta=130_000.0),
+    "qwen3p5_9b": DecoderConfig(
+        248_320,
+        4096,
+        32,
+        heads=16,
+        kv_heads=4,
+        head_dim=256,
+        mlp=12_288,
+        tied=False,
+        max_positions=262_144,
+        rope=Rope(1e7),
+        rotary_dim=64,
+        gated=True,
+        norm_offset=1.0,
+        delta=DeltaNet(_hybrid(32), 16, 32, key_dim=128, value_dim=128),
+        family="qwen3_5_text",
+    ),
     "mimo_7b": DecoderConfig(
         151_680,
         4096,

@@ -295,7 +295,7 @@ def test_copies_in_the_place_of_a_heads_draft_have_positions_of_their_own(has_lo
         slots,
         jnp.uint32(0),
         lambda slots, seed: (drafted, slots.cache),
-        target_fn=lambda tokens, paging, cache: (jnp.zeros((B, k + 1, 3)), cache),
+        target_fn=lambda tokens, paging, slots: (jnp.zeros((B, k + 1, 3)), slots),
         options=StepOptions(lambda inputs, sampling: verified, Sampling(), eos_ids=()),
     )
     expected = np.zeros(out.tokens.shape, np.int8)

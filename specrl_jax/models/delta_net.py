@@ -1,0 +1,403 @@
+"""Gated delta net (arXiv 2412.06464): a token mixer whose memory of all earlier tokens is one matrix a head.
+
+Each head has a state S [dk, dv]. With a decay exp(g_t) and a rate beta_t, token t does
+
+    S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T q_t
+
+q, k and v pass a causal depthwise convolution of a few tokens and SiLU before; q and k have length 1, q divided by
+sqrt(dk); consecutive value heads share a key head. Then RMSNorm(o) * SiLU(z), and the projection to the residual
+stream. The state is float32 at least. Two forms compute the same function:
+
+    chunked      CHUNK tokens at a time by matrix products (arXiv 2406.06484, section 3): the learner, and prompts
+    sequential   token by token: decoding, where a block of drafts has the bits of as many single steps
+
+What a mixer remembers is an argument, as attention's is: `PackedRows` rows of the learner, or `Recurrence` of decoding.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import Params, at_least_float32, stand_in
+from specrl_jax.models.layers import ParamSpec, einsum, project_heads, rms_norm
+from specrl_jax.models.remat import kept
+
+CHUNK = 64  # tokens
+PARTS = ("q", "k", "v")
+# Parameters that stay float32 in every layout: a decay's exponent, rounded to bfloat16, is another decay.
+WIDE = ("A_log", "dt_bias")
+_EPSILON = 1e-6  # of the lengths of q and k
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of the layers of a decoder that are gated delta nets."""
+
+    layers: tuple[int, ...]  # their indices
+    key_heads: int
+    value_heads: int
+    key_dim: int  # dk, width of a head of queries and keys
+    value_dim: int  # dv
+    window: int = 4  # tokens that the convolution reads
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Return (heads, width) of q, k and v."""
+        key = self.key_heads, self.key_dim
+        return key, key, (self.value_heads, self.value_dim)
+
+    @property
+    def matrix_weights(self) -> int:
+        """Count the weights of a layer's matrices for each number of the residual stream."""
+        gates = self.value_heads * (2 * self.value_dim + 2)  # z, the output, beta and decay
+        return sum(heads * width for heads, width in self.parts) + gates
+
+    @property
+    def state_numbers(self) -> int:
+        """Count the numbers of a layer's state of one sequence."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+def delta_specs(net: DeltaNet, embed: int, name: str) -> dict[str, ParamSpec]:
+    """Return the training layout of one mixer, whose Hugging Face tensors are `name`.*."""
+    rows = sum(heads * width for heads, width in net.parts)
+    specs, start = dict[str, ParamSpec](), 0
+    for part, (heads, width) in zip(PARTS, net.parts):
+        axis, here = "heads" if part == "v" else "kv_heads", (start, start + heads * width, rows)
+        start += heads * width
+        specs[f"delta_{part}"] = ParamSpec(
+            (embed, heads, width),
+            ("embed", axis, "head_dim"),
+            embed,
+            f"{name}.in_proj_qkv.weight",
+            "(n h) d -> d n h",
+            hf_rows=here,
+        )
+        specs[f"conv_{part}"] = ParamSpec(
+            (heads, width, net.window),
+            (axis, "head_dim", None),
+            net.window,
+            f"{name}.conv1d.weight",
+            "(n h) 1 w -> n h w",
+            hf_rows=here,
+        )
+    N, dv = net.value_heads, net.value_dim
+    of_value, of_head = ("embed", "heads", "head_dim"), ("embed", "heads")
+    return specs | {
+        "delta_z": ParamSpec((embed, N, dv), of_value, embed, f"{name}.in_proj_z.weight", "(n h) d -> d n h"),
+        "delta_b": ParamSpec((embed, N), of_head, embed, f"{name}.in_proj_b.weight", "n d -> d n"),
+        "delta_a": ParamSpec((embed, N), of_head, embed, f"{name}.in_proj_a.weight", "n d -> d n"),
+        # Random policies remember for some tens of tokens.
+        "A_log": ParamSpec((N,), ("heads",), hf_name=f"{name}.A_log", hf_layout="n -> n", start=0.0),
+        "dt_bias": ParamSpec((N,), ("heads",), hf_name=f"{name}.dt_bias", hf_layout="n -> n", start=-3.0),
+        "delta_norm": ParamSpec((dv,), ("head_dim",), hf_name=f"{name}.norm.weight", hf_layout="h -> h"),
+        "delta_o": ParamSpec(
+            (N, dv, embed), ("heads", "head_dim", "embed"), N * dv, f"{name}.out_proj.weight", "d (n h) -> n h d"
+        ),
+    }
+
+
+class Mixed(NamedTuple):
+    """Products of a layer's tokens that its memory takes."""
+
+    parts: tuple[jax.Array, ...]  # q, k, v before the convolution, [B, T, heads, width] each
+    decay: jax.Array  # g [B, T, N] float32, at most 0
+    rate: jax.Array  # beta [B, T, N] float32, in 0..1
+
+
+# (a layer's Mixed, its kernels [heads, width, window]) -> o [B, T, N, dv] float32
+Remember = Callable[[Mixed, tuple[jax.Array, ...]], jax.Array]
+
+
+def mix(x: jax.Array, w: Params, remember: Remember, *, epsilon: float, sums: jnp.dtype | None = None) -> jax.Array:
+    """Mix tokens x [B, T, D] to [B, T, D]; `sums` as of `layers.matmul`, of the last product."""
+    parts = tuple(kept(einsum("BTD,DNH->BTNH", x, w[f"delta_{part}"])) for part in PARTS)
+    z = kept(einsum("BTD,DNH->BTNH", x, w["delta_z"]))
+    b, a = (at_least_float32(einsum("BTD,DN->BTN", x, w[f"delta_{gate}"])) for gate in "ba")
+    decay = -jnp.exp(at_least_float32(w["A_log"]))[None, None] * jax.nn.softplus(a + w["dt_bias"][None, None])
+    o = remember(Mixed(parts, decay, jax.nn.sigmoid(b)), tuple(w[f"conv_{part}"] for part in PARTS))
+    o = rms_norm(kept(o), w["delta_norm"], epsilon) * jax.nn.silu(at_least_float32(z))
+    return project_heads(o.astype(x.dtype), w["delta_o"], sums)
+
+
+def convolved(x: jax.Array, kernel: jax.Array, readable: jax.Array | None = None) -> jax.Array:
+    """Convolve x [B, W - 1 + T, heads, width] by kernel [heads, width, W], with SiLU: [B, T, heads, width] float32.
+
+    Args:
+      readable: [W - 1, B, T] bool, which of the earlier tokens, from one before on, each token reads; None: all.
+    """
+    W, wide, kernel = kernel.shape[-1], at_least_float32(x), at_least_float32(kernel)
+    T, y = x.shape[1] - W + 1, jnp.zeros((1, 1, 1, 1))
+    for before in range(W - 1, -1, -1):  # the oldest first, whatever T
+        earlier = wide[:, W - 1 - before :][:, :T]
+        if readable is not None and before:
+            earlier = jnp.where(readable[before - 1][..., None, None], earlier, 0)
+        y = y + kernel[None, None, ..., W - 1 - before] * earlier
+    return jax.nn.silu(y)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _EPSILON)
+
+
+def _of_value_heads(q: jax.Array, k: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Normalise q and k [B, T, key heads, dk] and repeat them for value heads: [B, T, N, dk]."""
+    repeats = heads // q.shape[2]
+    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    return jnp.repeat(q, repeats, axis=2), jnp.repeat(k, repeats, axis=2)
+
+
+class Tokens(NamedTuple):
+    """Inputs of the recurrence, of tokens [B, T]."""
+
+    q: jax.Array  # [B, T, N, dk]
+    k: jax.Array  # [B, T, N, dk]
+    v: jax.Array  # [B, T, N, dv]
+    decay: jax.Array  # [B, T, N]
+    rate: jax.Array  # [B, T, N]
+
+
+def _tokens(mixed: Mixed, parts: list[jax.Array]) -> Tokens:
+    """Return what enters the recurrence, of convolved q, k and v."""
+    q, k = _of_value_heads(parts[0], parts[1], parts[2].shape[2])
+    return Tokens(q, k, parts[2], mixed.decay, mixed.rate)
+
+
+class PackedRows:
+    """Remember in rows of several segments [B, T], each from nothing; None: one segment a row."""
+
+    def __init__(self, segments: jax.Array | None) -> None:
+        self._segments = segments
+
+    def __call__(self, mixed: Mixed, kernels: tuple[jax.Array, ...]) -> jax.Array:
+        seg, W = self._segments, kernels[0].shape[-1]
+        readable = None
+        if seg is not None:
+            # No segment is -1, with which a row begins.
+            earlier = [jnp.pad(seg, ((0, 0), (n, 0)), constant_values=-1)[:, : seg.shape[1]] for n in range(1, W)]
+            readable = jnp.stack([seg == one for one in earlier])
+        padded = [jnp.pad(x, ((0, 0), (W - 1, 0), (0, 0), (0, 0))) for x in mixed.parts]
+        tokens = _tokens(mixed, [convolved(x, kernel, readable) for x, kernel in zip(padded, kernels)])
+        B, _, N, dk = tokens.k.shape
+        return chunked(tokens, jnp.zeros((B, N, dk, tokens.v.shape[-1]), tokens.v.dtype), seg)[0]
+
+
+def chunked(tokens: Tokens, state: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return o [B, T, N, dv] and the state behind the last token [B, N, dk, dv], by chunks.
+
+    A segment begins with an empty state. What masks leave out has the factor 0, never an exponent of -inf: the
+    difference of two of those is no number.
+    """
+    B, T, N, _ = tokens.k.shape
+    C = min(CHUNK, T)
+
+    def split(x: jax.Array) -> jax.Array:
+        """Split [B, T, N, ...] into chunks [T / C, B, N, C, ...]; tokens behind the last have rate and decay 0."""
+        x = jnp.pad(x, [(0, 0), (0, -T % C)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 2))
+
+    seg = jnp.zeros((B, T), jnp.int32) if segments is None else segments
+    seg = jnp.pad(seg, ((0, 0), (0, -T % C)), mode="edge").reshape(B, -1, C)
+    # Recomputed in the backward pass, which keeps a state a chunk.
+    step = jax.checkpoint(_chunk)
+    chunks = jax.tree.map(split, tokens), seg.swapaxes(0, 1)
+    (state, _), o = jax.lax.scan(lambda carry, x: step(carry, x[0], x[1]), (state, seg[:, 0, 0]), chunks)
+    return jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, -1, N, o.shape[-1])[:, :T], state
+
+
+def _chunk(
+    carry: tuple[jax.Array, jax.Array], tokens: Tokens, seg: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Go through one chunk: ((state, its segment [B]), o [B, N, C, dv]), of those before it."""
+    state, before = carry
+    q, k, v, decay, rate = tokens
+    C, G = seg.shape[1], jnp.cumsum(decay, axis=-1)  # [B, N, C]
+    same = (seg[:, None, :, None] == seg[:, None, None, :]) & jnp.tril(jnp.ones((1, 1, C, C), bool))
+    difference = jnp.where(same, G[..., :, None] - G[..., None, :], 0)
+    decays = jnp.where(same, jnp.exp(difference), 0)  # [B, N, C, C], from a token to a later one
+    goes_on = (seg == before[:, None])[:, None]  # [B, 1, C], which tokens read the state
+    since = jnp.where(goes_on, jnp.exp(G), 0)[..., None]
+    k_beta = k * rate[..., None]
+
+    def product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, x, y, precision=_EXACT)
+
+    # What each token adds depends on what the earlier ones of the chunk add: (I + lower) added = right.
+    lower = jnp.tril(product("BNid,BNjd->BNij", k_beta, k) * decays, -1)
+    right = v * rate[..., None] - product("BNid,BNde->BNie", k_beta * since, state)
+    added = jax.scipy.linalg.solve_triangular(lower, right, lower=True, unit_diagonal=True)
+    o = product("BNid,BNde->BNie", q * since, state)
+    o = o + product("BNij,BNje->BNie", product("BNid,BNjd->BNij", q, k) * decays, added)
+    last = decays[..., -1, :, None]
+    kept_state = jnp.where(goes_on[..., -1:, None], jnp.exp(G[..., -1:, None]) * state, 0)
+    return (kept_state + product("BNjd,BNje->BNde", k * last, added), seg[:, -1]), o
+
+
+# ---- decoding
+
+
+class RowState(NamedTuple):
+    """Memory of a layer, of B sequences: the state behind their first `base` tokens, and the tokens after them.
+
+    A verification cannot take back what has entered the state. So the tokens of a forward wait, as inputs of the
+    recurrence, for the next one: its first position says how many of them have been accepted.
+    """
+
+    state: jax.Array  # [B, N, dk, dv] float32
+    recent: tuple[jax.Array, ...]  # q, k, v before the convolution, [B, W - 1 + M, heads, width], from base - W + 1 on
+    waiting: Tokens  # [B, M] tokens from base on, without q
+
+
+class Remembered(NamedTuple):
+    """Memory of all layers that are gated delta nets, of B sequences."""
+
+    base: jax.Array  # [B] int32, tokens
+    layers: tuple[RowState, ...]
+
+
+def empty_rows(net: DeltaNet, rows: int, *, waiting: int, dtype: jnp.dtype) -> Remembered:
+    """Return what layers remember of sequences without tokens.
+
+    Args:
+      waiting: M, the most tokens of a forward that can be accepted.
+      dtype: of the activations.
+    """
+    N, dk, dv, M = net.value_heads, net.key_dim, net.value_dim, waiting
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def zeros(*shape: int, dtype: jnp.dtype = wide) -> jax.Array:
+        return jnp.zeros((rows, *shape), dtype)
+
+    def layer() -> RowState:
+        recent = tuple(zeros(net.window - 1 + M, *part, dtype=dtype) for part in net.parts)
+        waiting = Tokens(zeros(M, 0, 0), zeros(M, N, dk), zeros(M, N, dv), zeros(M, N), zeros(M, N))
+        return RowState(zeros(N, dk, dv), recent, waiting)
+
+    return Remembered(jnp.zeros((rows,), jnp.int32), tuple(layer() for _ in net.layers))
+
+
+def rows_axes(net: DeltaNet) -> Remembered:
+    """Return the logical axes of `empty_rows`'s arrays, as tuples in the same tree."""
+    rows = "batch"
+    heads = (rows, None, "heads")
+    of_part = ((rows, None, "kv_heads", None),) * 2 + ((*heads, None),)
+    queries, keys, gates = stand_in((rows, None, None, None)), stand_in((*heads, None)), stand_in(heads)
+    layer = RowState(
+        stand_in((rows, "heads", None, None)),
+        cast("tuple[jax.Array, ...]", of_part),
+        Tokens(queries, keys, keys, gates, gates),
+    )
+    return Remembered(stand_in((rows,)), (layer,) * len(net.layers))
+
+
+class Advance(NamedTuple):
+    """Progress of rows by a forward over tokens [B, Q], the same in every layer."""
+
+    accepted: jax.Array  # [B] int32, waiting tokens that are committed
+    most: jax.Array  # [] int32, of any row
+    tokens: jax.Array  # [B] int32, of this forward
+
+
+def places(rows: Remembered, positions: jax.Array) -> Advance:
+    """Compare a forward's positions [B, Q] with where its rows stand: what waits before the first one is committed.
+
+    Positions ascend; a negative one is no token.
+    """
+    count = (positions >= 0).sum(axis=1, dtype=jnp.int32)
+    accepted = jnp.where(count > 0, positions[:, 0] - rows.base, 0)
+    return Advance(accepted, jnp.max(accepted, initial=0), count)
+
+
+def next_base(rows: Remembered, at: Advance, prefills: bool) -> jax.Array:
+    """Return `base` after a forward: its first position, or where it `prefills` its last one."""
+    first = rows.base + at.accepted
+    return first + jnp.where(at.tokens > 0, at.tokens - 1, 0) if prefills else first
+
+
+class Recurrence:
+    """Remember by rows: advance over the waiting tokens that are committed, then go over a forward's own.
+
+    Where a forward verifies, all its tokens wait. Where it `prefills`, in chunks, the last one waits, as decoding
+    begins with it again.
+
+    Attributes:
+      rows: of this layer; after the call, as the forward leaves it.
+    """
+
+    def __init__(self, rows: RowState, at: Advance, *, prefills: bool) -> None:
+        self.rows, self._at, self._prefills = rows, at, prefills
+
+    def __call__(self, mixed: Mixed, kernels: tuple[jax.Array, ...]) -> jax.Array:
+        rows, at, M = self.rows, self._at, self.rows.waiting.k.shape[1]
+        W = kernels[0].shape[-1]
+        state = _advanced(rows, at)
+        before = [_from(x, at.accepted, W - 1) for x in rows.recent]
+        joined = [jnp.concatenate([a, b.astype(a.dtype)], axis=1) for a, b in zip(before, mixed.parts)]
+        tokens = _tokens(mixed, [convolved(x, kernel) for x, kernel in zip(joined, kernels)])
+        skipped = jnp.zeros_like(at.tokens)
+        if self._prefills:
+            skipped = jnp.maximum(at.tokens - 1, 0)
+            o, state = _but_last(tokens, state, skipped)
+        else:
+            o = sequential(tokens, state)
+        runs = at.tokens > 0
+
+        def unless_idle(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(runs.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        new = RowState(
+            state,
+            tuple(_from(x, skipped, W - 1 + M) for x in joined),
+            jax.tree.map(lambda x: _from(x, skipped, M), tokens)._replace(q=rows.waiting.q),
+        )
+        self.rows = jax.tree.map(unless_idle, new, rows)
+        return o
+
+
+def _from(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """Return `count` entries of x [B, S, ...] from start [B] on; 0 behind its end."""
+    columns = start[:, None] + jnp.arange(count)[None]
+    return jax.vmap(lambda row, i: row.at[i].get(mode="fill", fill_value=0))(x, columns)
+
+
+def _step(state: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
+    """Let one token [B, ...] enter the state; products and sums, not dots, whose order differs by shape."""
+    state = jnp.exp(decay)[..., None, None] * state
+    added = rate[..., None] * (v - (k[..., None] * state).sum(axis=-2))
+    return state + k[..., None] * added[..., None, :]
+
+
+def _advanced(rows: RowState, at: Advance) -> jax.Array:
+    """Return the state after those of the waiting tokens that are committed."""
+    _, k, v, decay, rate = rows.waiting
+
+    def enter(i: jax.Array, state: jax.Array) -> jax.Array:
+        own = (jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for x in (k, v, decay, rate))
+        return jnp.where((i < at.accepted)[:, None, None, None], _step(state, *own), state)
+
+    return jax.lax.fori_loop(0, at.most, enter, rows.state)
+
+
+def _but_last(tokens: Tokens, state: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return o of tokens up to number `last` [B], and the state before that one, which enters by itself."""
+    number = jnp.arange(tokens.k.shape[1])[None]
+    enters = (number < last[:, None])[..., None]
+    decay, rate = (jnp.where(enters, x, 0) for x in (tokens.decay, tokens.rate))
+    o, state = chunked(tokens._replace(decay=decay, rate=rate), state)
+    own = sequential(jax.tree.map(lambda x: _from(x, last, 1), tokens), state)
+    return jnp.where((number == last[:, None])[..., None, None], own, o), state
+
+
+def sequential(tokens: Tokens, state: jax.Array) -> jax.Array:
+    """Return o [B, Q, N, dv] of tokens that enter a state one by one; the state itself stays as it was."""
+
+    def enter(state: jax.Array, one: Tokens) -> tuple[jax.Array, jax.Array]:
+        state = _step(state, one.k, one.v, one.decay, rate=one.rate)
+        return state, (one.q[..., None] * state).sum(axis=-2)
+
+    _, o = jax.lax.scan(enter, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
+    return jnp.moveaxis(o, 0, 1)
