@@ -10,6 +10,7 @@
     both    speculators  sizes in transformer_layer_config                                         speculators, vLLM
     mtp     deepseek     model.layers.{N}.*, N the policy's depth: enorm, hnorm, eh_proj, shared_head.norm
             mimo         model.mtp_layers.0.*: token_layernorm, hidden_layernorm, input_proj, final_layernorm
+            qwen3_5      mtp.*: pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.0.*
 
 A format is recognised by config.json and the tensors' names; `draft.dialect` names the one that is written.
 FORMATS says what tensors are called in each, read_head.py and write_head.py what config.json says. Of all kinds, d2t
@@ -50,6 +51,7 @@ from specrl_jax.models.layers import ParamSpec, Specs
 MTP_PROJECTIONS = {
     "deepseek": "model.layers.{index}.eh_proj.weight",
     "mimo": "model.mtp_layers.{index}.input_proj.weight",
+    "qwen3_5": "mtp.fc.weight",
 }
 MIDLAYER, MTP_LAYER = "midlayer.", "model.layers.{layer}."  # of the names in the specs of an EAGLE-3 and an MTP head
 # SGLang's names of the norms of EAGLE-3.1, and its earlier ones.
@@ -199,7 +201,8 @@ def _find_mtp(source: TensorFolder, kind: str) -> tuple[str, int]:
     found = dict[str, int]()
     for name, projection in MTP_PROJECTIONS.items():
         pattern = re.escape(projection).replace(r"\{index\}", r"(\d+)")
-        numbers = [int(match[1]) for tensor in source.names() if (match := re.fullmatch(pattern, tensor))]
+        matches = [match for tensor in source.names() if (match := re.fullmatch(pattern, tensor))]
+        numbers = [int(match[1]) if match.re.groups else 0 for match in matches]
         found |= {name: min(numbers)} if numbers else {}
     if len(found) != 1:
         names = " and ".join(projection.replace("{index}", "*") for projection in MTP_PROJECTIONS.values())
@@ -242,6 +245,13 @@ _MIMO_NAMES = {
     "shared_head.norm.": "final_layernorm.",
     "": "",
 }
+_QWEN_NAMES = {
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.",
+    "shared_head.norm.": "mtp.norm.",
+    "": "mtp.layers.{index}.",
+}
 _MTP = KindFormats(
     {
         "deepseek": Format({MTP_LAYER: _DEEPSEEK}, prefix=_DEEPSEEK, beyond_policy=True),
@@ -250,6 +260,7 @@ _MTP = KindFormats(
             exchanged=".input_proj.weight",
             prefix=_MIMO,
         ),
+        "qwen3_5": Format({MTP_LAYER + ours: theirs for ours, theirs in _QWEN_NAMES.items()}, prefix="mtp."),
     },
     find=_find_mtp,
     read=read_mtp,

@@ -26,7 +26,7 @@ Angles = tuple[jax.Array, jax.Array]
 Cache = TypeVar("Cache")
 # Fields that a head's config shares with its target's, and with that of the decoder that has its layers.
 _SHARED = ("vocab", "embed", "heads", "kv_heads", "head_dim", "rope", "norm_epsilon", "max_positions")
-_OF_LAYERS = (*_SHARED, "mlp", "layers", "qk_norm", "qkv_bias")
+_OF_LAYERS = (*_SHARED, "mlp", "layers", "qk_norm", "qkv_bias", "rotary_dim", "gated", "norm_offset")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,10 @@ class HeadConfig:
     aux_layers: tuple[int, ...] = ()  # [A]; the residual stream *entering* these target layers, low first
     qk_norm: bool = False
     qkv_bias: bool = False
+    rotary_dim: int = 0  # these three as DecoderConfig's
+    gated: bool = False
+    norm_offset: float = 0.0
+    taken_offset: float = 0.0  # added to the scale of the target's final norm, where the head takes it
 
     @classmethod
     def of_target(cls, target: DecoderConfig, draft_vocab: int, **own: Any) -> Self:
@@ -59,6 +63,7 @@ class HeadConfig:
         if not 0 < draft_vocab <= target.vocab:
             raise InputError(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
         sizes = {name: getattr(target, name) for name in _SHARED} | {"mlp": target.dense_mlp or target.mlp}
+        sizes["taken_offset"] = target.norm_offset - own.get("norm_offset", 0.0)
         return cls(**sizes | {"draft_vocab": draft_vocab} | own)
 
     @property
@@ -68,7 +73,7 @@ class HeadConfig:
 
     def angles(self, positions: jax.Array) -> Angles:
         """Return the rotary angles of positions [B, T]."""
-        return self.rope.angles(positions, self.head_dim)
+        return self.rope.angles(positions, self.block.turned)
 
 
 class HeadCache(NamedTuple):
@@ -182,7 +187,7 @@ class TrainedHead(DraftModel[Cache]):
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the norm before the lm_head from the target, and an lm_head of its own, as speculators does."""
         own = {"unembed": lm_head} if self.has_vocab_map else {}
-        return {**params, **own, "final_norm": target["final_norm"]}
+        return {**params, **own, "final_norm": target["final_norm"] + self.config.taken_offset}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
         found = open_head(folder, self.kind)

@@ -39,7 +39,7 @@ KINDS = {
         "specrl_jax.drafts.eagle3:Eagle3Draft.make", has_weights=True, formats=("sglang", "vllm", "speculators")
     ),
     "peagle": Kind("specrl_jax.drafts.peagle:PEagleDraft.make", has_weights=True, formats=("speculators", "vllm")),
-    "mtp": Kind("specrl_jax.drafts.mtp:MTPDraft.make", has_weights=True, formats=("deepseek", "mimo")),
+    "mtp": Kind("specrl_jax.drafts.mtp:MTPDraft.make", has_weights=True, formats=("deepseek", "mimo", "qwen3_5")),
     "dspark": Kind("specrl_jax.drafts.block:BlockDraft.make", has_weights=True, formats=("deepspec", "speculators")),
     "dflash": Kind("specrl_jax.drafts.block:BlockDraft.make", has_weights=True, formats=("zlab", "speculators")),
     "model": Kind("specrl_jax.drafts.small_model:make", has_weights=True, own_sizes=True),

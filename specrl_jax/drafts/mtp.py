@@ -14,18 +14,19 @@ Embedding and lm_head are the policy's: neither stored here nor trained. The wei
 the block runs the policy's code: `layers` is that of one with one layer. Rotary positions are the policy's, stretched
 where those are: vLLM and SGLang build the head from the config.json that the two share.
 
-Neither format of a folder states the head's input. It is here as servers run each: after the target's final norm in
-DeepSeek's (SGLang, and vLLM since its pull request 45895); in MiMo's before it, with zeros for the embedding of pair 0
-(vLLM). FastMTP trained MiMo's on the normed state.
+No format of a folder states the head's input. It is here as servers run each: after the target's final norm in
+DeepSeek's (SGLang, and vLLM since its pull request 45895) and Qwen3.5's; in MiMo's before it, with zeros for the
+embedding of pair 0 (vLLM). FastMTP trained MiMo's on the normed state.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested
-from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.base import DraftMethod, DraftOptions
 from specrl_jax.drafts.head import Angles, HeadConfig
 from specrl_jax.drafts.recurrent import RecurrentDraft
 from specrl_jax.errors import InputError
@@ -33,6 +34,8 @@ from specrl_jax.models import decoder
 from specrl_jax.models.attention import AttendRows
 from specrl_jax.models.decoder import DecoderConfig
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, norm_spec, rms_norm
+
+QWEN = "qwen3_5"  # the format of Qwen3.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,15 +49,17 @@ def mtp_config(target: DecoderConfig, dialect: str = "deepseek") -> MTPConfig:
     """Return the sizes of a head for a target, its own, and how heads of a format compute.
 
     Raises InputError for a mixture of experts: servers give a head's block the target's layer type, and this block has
-    no experts.
+    no experts; and for Qwen3.5's format of another policy, or another's of it.
     """
-    if target.delta:
-        raise InputError("draft.kind=mtp: the heads of Qwen3.5 (mtp.*) are not read yet; take eagle3, suffix or ngram")
+    if (target.delta is not None) != (dialect == QWEN):
+        whose = "that of a policy with gated delta nets" if target.delta else "that of another policy"
+        named = QWEN if target.delta else "deepseek or mimo"
+        raise InputError(f"draft.dialect={dialect}: the head is {whose}, whose format is {named}; leave ''")
     if target.experts:
         raise InputError(
             "draft.kind=mtp: its block has no experts, as those of a mixture-of-experts policy; take eagle3"
         )
-    options = {"qk_norm": target.qk_norm, "qkv_bias": target.qkv_bias}
+    options = {name: getattr(target, name) for name in ("qk_norm", "qkv_bias", "rotary_dim", "gated", "norm_offset")}
     mimo = {"aux_layers": (target.layers,), "zeroes_first": True} if dialect == "mimo" else {}
     return MTPConfig.of_target(target, target.vocab, **options, **mimo)
 
@@ -80,17 +85,24 @@ class MTPDraft(RecurrentDraft):
             )
         return stored
 
+    @classmethod
+    def make(cls, options: DraftOptions, target: DecoderConfig) -> DraftMethod:
+        if not options.dialect and not options.path and target.delta:
+            options = dataclasses.replace(options, dialect=QWEN)
+        return super().make(options, target)
+
     @property
     def specs(self) -> Specs:
         """Return the training layout; Hugging Face names are DeepSeek's, with the target's depth for `{layer}`."""
         D, layer = self.config.embed, "model.layers.{layer}"
         # The leading 2 is [embedding; hidden].
         shape, axes = (2, D, D), (None, None, "embed")
+        norm = functools.partial(norm_spec, offset=self.config.norm_offset)
         leaves = {
-            "embedding_norm": norm_spec(D, f"{layer}.enorm"),
-            "hidden_norm": norm_spec(D, f"{layer}.hnorm"),
+            "embedding_norm": norm(D, f"{layer}.enorm"),
+            "hidden_norm": norm(D, f"{layer}.hnorm"),
             "eh_proj": ParamSpec(shape, axes, 2 * D, f"{layer}.eh_proj.weight", "d (c e) -> c e d"),
-            "final_norm": norm_spec(D, f"{layer}.shared_head.norm"),
+            "final_norm": norm(D, f"{layer}.shared_head.norm"),
         }
         return nested(leaves, layers=branch(decoder.param_specs(self.config.block), "layers"))
 
@@ -108,13 +120,11 @@ class MTPDraft(RecurrentDraft):
         if c.zeroes_first:
             # Position 0 alone is not turned at all.
             embedded = jnp.where((angles[0] == 0).all(axis=-1), 0, embedded)
-        normed = (
-            rms_norm(embedded, params["embedding_norm"], c.norm_epsilon),
-            rms_norm(hidden, params["hidden_norm"], c.norm_epsilon),
-        )
+        norm = functools.partial(rms_norm, epsilon=c.norm_epsilon, offset=c.norm_offset)
+        normed = norm(embedded, params["embedding_norm"]), norm(hidden, params["hidden_norm"])
         x = einsum("BTCE,CED->BTD", jnp.stack(normed, axis=2), params["eh_proj"])
         x, _ = decoder.layer(x, _block(params), c.block, angles=angles, attend=attend)
-        return rms_norm(x, params["final_norm"], c.norm_epsilon)
+        return norm(x, params["final_norm"])
 
 
 def _block(params: Params) -> Params:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from specrl_jax.io.config_json import ConfigJson, LayerFields, Size
-from specrl_jax.io.families import DecoderFile, check_heads, hf_config
+from specrl_jax.io.families import HYBRID_ROPE, DecoderFile, check_heads, hf_config, text_part
 from specrl_jax.io.rope_json import read_rope
 from specrl_jax.io.tensors import TensorFolder
 from specrl_jax.json_files import Checked
@@ -182,13 +182,18 @@ def read_block(source: TensorFolder, name: str, target: DecoderConfig) -> dict[s
 
 def read_mtp(source: TensorFolder, name: str, target: DecoderConfig) -> dict[str, Any]:
     """Check that the sizes of an MTP head are its target's; there are no other fields."""
-    raw = source.config()
-    file, rope, ours = raw.check(DecoderFile), read_rope(raw), hf_config(target, "")
+    raw = text_part(source.config())
+    rope = read_rope(raw, HYBRID_ROPE if target.delta else frozenset())
+    file, ours = raw.check(DecoderFile), hf_config(target, "")
     if file.use_sliding_window:
         raise raw.error("asks for use_sliding_window, which is not supported")
     found = file.model_dump() | {"rope_theta": rope.theta}
     # The head has the policy's tables, whether or not they are one.
-    for key in LayerFields.model_fields.keys() & ours.keys() - {"rope_scaling", "max_position_embeddings"}:
+    for key in LayerFields.model_fields.keys() & ours.keys() - {
+        "rope_scaling",
+        "rope_parameters",
+        "max_position_embeddings",
+    }:
         if found[key] != ours[key]:
             raise raw.error(f"has {key}={found[key]}, this policy has {ours[key]}")
     # Plain positions are stretched with the policy's: the checkpoint does not state the lengths that it is served at.

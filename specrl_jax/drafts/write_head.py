@@ -94,7 +94,8 @@ def write_block(head: Any, name: str, target: DecoderConfig, *, kind: str, dtype
 
 def write_mtp(head: Any, name: str, target: DecoderConfig, *, kind: str, dtype: str, verifier: str) -> dict[str, Any]:
     """Return the config.json of an MTP head, its target's with one MTP layer."""
-    return {**hf_config(target, dtype), "num_nextn_predict_layers": 1}
+    layers = "mtp_num_hidden_layers" if target.delta else "num_nextn_predict_layers"
+    return {**hf_config(target, dtype), layers: 1}
 
 
 def _speculators(kind: str, drafts: int, target: DecoderConfig, verifier: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ FAMILIES = {
 _WITH_IMAGES = {"qwen3_5": "qwen3_5_text"}
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 # Entries of rope_parameters that a hybrid has. Of text alone the three positions of mrope are equal: a plain rotation.
-_HYBRID_ROPE = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+HYBRID_ROPE = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 # Keys of config.json, and the fields of our config.
 _SIZES = {
@@ -150,7 +150,7 @@ def read_config(raw: ConfigJson) -> DecoderConfig:
     tied = family.tied if file.tie_word_embeddings is None else file.tie_word_embeddings
     config = DecoderConfig(
         **sizes | {"tied": tied},
-        rope=read_rope(raw, _HYBRID_ROPE if family.hybrid else frozenset()),
+        rope=read_rope(raw, HYBRID_ROPE if family.hybrid else frozenset()),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         family=str(kind),
