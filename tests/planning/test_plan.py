@@ -121,7 +121,6 @@ def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, group
         ({"rollout.quantize": "int8"}, "rollout.quantize=int8"),
         ({"draft.budget": 8}, "draft.budget=8"),
         ({"draft.kind": "self", "draft.online": False}, "draft.kind=self"),
-        ({"draft.kind": "mtp"}, "the heads of Qwen3.5 (mtp.*) are not read yet"),
         ({"draft.kind": "model", "draft.preset": "nano_hybrid"}, "a model with gated delta nets"),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
-from tests.helpers.training import lower_case, make_run, train
+from tests.helpers.training import lower_case, make_run, saved, train, untimed, with_config
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +75,22 @@ def test_it_learns_and_is_drafted_for(tmp_path):
         assert row["policy/grad_norm"] > 0 and row["draft/grad_norm"] > 0
         assert row["spec/accepted"] > 0
         assert row["rollout_vs_learner/logprob_abs_max"] < 2e-5
+
+
+def native(steps=4, preset="nano_hybrid", **changes):
+    """A run whose draft is the policy's own kind of head, on one device."""
+    config = rlzero_tiny.get_config("smoke")
+    config.steps, config.policy.preset, config.draft.compare_rounds = steps, preset, 0
+    config.draft.kind, config.draft.path, config.checkpoint.every, config.checkpoint.keep = "mtp", "", 2, 9
+    config.eval.problems, config.optimizer.learning_rate, config.optimizer.warmup = 4, 3e-3, 0
+    return make_run(config, None, FunctionScorer(lower_case), **changes)
+
+
+def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_was_not(tmp_path):
+    run = native()
+    whole = untimed(train(run, tmp_path / "whole"))
+    train(with_config(run, steps=2), tmp_path / "parts")
+    resumed = untimed(train(run, tmp_path / "parts"))
+    assert resumed[-1] == whole[-1] and resumed[-1]["spec/accepted"] > 0
+    states = [saved(run, tmp_path / name, 4)[0] for name in ("whole", "parts")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
