@@ -25,7 +25,7 @@ from specrl_jax.core import Params, at_least_float32, stand_in
 from specrl_jax.models.layers import ParamSpec, einsum, project_heads, rms_norm
 from specrl_jax.models.remat import kept
 
-CHUNK = 64  # tokens
+CHUNK, SMALL = 64, 8  # tokens of a chunk, and of the blocks that its inverse is made of
 PARTS = ("q", "k", "v")
 # Parameters that stay float32 in every layout: a decay's exponent, rounded to bfloat16, is another decay.
 WIDE = ("A_log", "dt_bias")
@@ -193,7 +193,7 @@ def chunked(tokens: Tokens, state: jax.Array, segments: jax.Array | None = None)
     difference of two of those is no number.
     """
     B, T, N, _ = tokens.k.shape
-    C = min(CHUNK, T)
+    C = min(CHUNK, max(SMALL, 1 << (T - 1).bit_length()))
 
     def split(x: jax.Array) -> jax.Array:
         """Split [B, T, N, ...] into chunks [T / C, B, N, C, ...]; tokens behind the last have rate and decay 0."""
@@ -229,12 +229,40 @@ def _chunk(
     # What each token adds depends on what the earlier ones of the chunk add: (I + lower) added = right.
     lower = jnp.tril(product("BNid,BNjd->BNij", k_beta, k) * decays, -1)
     right = v * rate[..., None] - product("BNid,BNde->BNie", k_beta * since, state)
-    added = jax.scipy.linalg.solve_triangular(lower, right, lower=True, unit_diagonal=True)
+    added = product("BNij,BNje->BNie", _inverse(lower), right)
     o = product("BNid,BNde->BNie", q * since, state)
     o = o + product("BNij,BNje->BNie", product("BNid,BNjd->BNij", q, k) * decays, added)
     last = decays[..., -1, :, None]
     kept_state = jnp.where(goes_on[..., -1:, None], jnp.exp(G[..., -1:, None]) * state, 0)
     return (kept_state + product("BNjd,BNje->BNde", k * last, added), seg[:, -1]), o
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """Return (I + lower)^-1 of strictly lower triangular matrices [B, N, C, C]; C is SMALL times a power of 2.
+
+    By blocks on the diagonal, of which two at a time become one. By products, not LAPACK's triangular solve: XLA for
+    CPUs (jax 0.10.2) has hung in that, inside a scan.
+    """
+    B, N, C, _ = lower.shape
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("BNnij,BNnjk->BNnik", x, y, precision=_EXACT)
+
+    blocks = -jnp.einsum("BNninj->BNnij", lower.reshape(B, N, C // SMALL, SMALL, C // SMALL, SMALL))
+    inverse = jnp.eye(SMALL, dtype=lower.dtype)[None, None, None] + blocks
+    for _ in range(SMALL.bit_length() - 2):  # (I + x)(I + x^2)(I + x^4), as x^8 = 0
+        blocks = product(blocks, blocks)
+        inverse = inverse + product(inverse, blocks)
+    size = SMALL
+    while size < C:
+        pairs = C // (2 * size)
+        beside = lower.reshape(B, N, pairs, 2, size, pairs, 2, size)[:, :, :, 1, :, :, 0]
+        first, second = inverse[:, :, ::2], inverse[:, :, 1::2]
+        corner = -product(product(second, jnp.einsum("BNninj->BNnij", beside)), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[:, :, 0]
 
 
 # ---- decoding
