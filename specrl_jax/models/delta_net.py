@@ -248,7 +248,7 @@ def _inverse(lower: jax.Array) -> jax.Array:
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum("BNnij,BNnjk->BNnik", x, y, precision=_EXACT)
 
-    blocks = -jnp.einsum("BNninj->BNnij", lower.reshape(B, N, C // SMALL, SMALL, C // SMALL, SMALL))
+    blocks = -jnp.einsum("BNninj->BNnij", lower.reshape((B, N, C // SMALL, SMALL, C // SMALL, SMALL)))
     inverse = jnp.eye(SMALL, dtype=lower.dtype)[None, None, None] + blocks
     for _ in range(SMALL.bit_length() - 2):  # (I + x)(I + x^2)(I + x^4), as x^8 = 0
         blocks = product(blocks, blocks)
@@ -256,7 +256,7 @@ def _inverse(lower: jax.Array) -> jax.Array:
     size = SMALL
     while size < C:
         pairs = C // (2 * size)
-        beside = lower.reshape(B, N, pairs, 2, size, pairs, 2, size)[:, :, :, 1, :, :, 0]
+        beside = lower.reshape((B, N, pairs, 2, size, pairs, 2, size))[:, :, :, 1, :, :, 0]
         first, second = inverse[:, :, ::2], inverse[:, :, 1::2]
         corner = -product(product(second, jnp.einsum("BNninj->BNnij", beside)), first)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
