@@ -61,8 +61,8 @@ class DraftConfig:
     dialect: str = key(
         "",
         "format that a head is saved in: eagle3: sglang, vllm, speculators; peagle: speculators, vllm; mtp: deepseek, "
-        "mimo; dspark: deepspec, speculators; dflash: zlab, speculators; '' = the first, or that of an mtp head in "
-        "draft.path",
+        "mimo, qwen3_5; dspark: deepspec, speculators; dflash: zlab, speculators; '' = the first, or that of an mtp "
+        "head in draft.path",
         choices=("", *dict.fromkeys(name for kind in KINDS.values() for name in kind.formats)),
     )
     quantize: str = key("int8", "self: format of the draft's weights", choices=("int8", "fp8", "int4"))

@@ -49,6 +49,10 @@ class EngineFunctions(Generic[Params, Cache]):
     # rows -> what layers without keys and values remember of sequences without tokens; None: there are no such layers.
     init_rows: Callable[[int], Any] | None = None
 
+    def empty_rows(self, rows: int) -> Any:
+        """Return `Slots.remembered` of sequences without tokens."""
+        return self.init_rows(rows) if self.init_rows else None
+
     def target_fn(self, params: Params) -> TargetFn[Cache]:
         """Return the forward of an iteration, over tokens of all rows."""
 

@@ -59,10 +59,9 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         held=no_pages(B, config.columns, C),
         sampling=RowSampling(jnp.ones(B, jnp.float32), zeros(B), jnp.ones(B, jnp.float32)),
         features={feature.name: feature.empty(config, k) for feature in config.features},
-        remembered=functions.init_rows(B) if functions.init_rows else None,
+        remembered=functions.empty_rows(B),
     )
-    carried = functions.init_rows(D) if functions.init_rows else None
-    return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C), carried)
+    return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C), functions.empty_rows(D))
 
 
 def refill(
@@ -180,7 +179,7 @@ def _prefill(
     # Those of a shard stand first.
     most = (batch.length.reshape(D, -1) > 0).sum(axis=1, dtype=jnp.int32).max()
     blocks = (most * D + config.prefill_rows - 1) // config.prefill_rows
-    begun = slots.cache, functions.init_rows(len(batch.length)) if functions.init_rows else None
+    begun = slots.cache, functions.empty_rows(len(batch.length))
     cache, rows = jax.lax.fori_loop(0, blocks, prefill_some, begun)
     return Prompts(batch.tokens, batch.length, held, rows), pool, cache
 

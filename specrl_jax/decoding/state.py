@@ -118,7 +118,7 @@ class Slots(Generic[Cache]):
     held: PageTable  # those of each row
     sampling: RowSampling  # of each row
     features: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name of each its state, arrays by row
-    # What layers without keys and values remember, arrays by row (models/delta_net.py); None: the target has none.
+    # What layers without keys and values remember, arrays by row (models/delta_rows.py); None: the target has none.
     remembered: Any = None
 
     @property

@@ -291,6 +291,8 @@ def _check_processes(config: Config, groups: ProcessGroups) -> None:
 
 def _check_hybrid(plan: Plan) -> None:
     """Raise InputError for options that a policy with gated delta nets does not have."""
+    if plan.model.delta is None:
+        return
     c, need = plan.config, Requirement(plan.config)
     holds = {
         "mesh.sequence": (plan.learner_partition.mesh.shape["sequence"] == 1, "goes over a row from its start"),
@@ -300,7 +302,7 @@ def _check_hybrid(plan: Plan) -> None:
         "environment.name": (not c.environment.name, "cannot take the answers of an environment yet"),
     }
     for key, (right, reason) in holds.items():
-        need(key, right or plan.model.delta is None, f"a policy with gated delta nets (linear_attention) {reason}")
+        need(key, right, f"a policy with gated delta nets (linear_attention) {reason}")
 
 
 def _check_draft(plan: Plan) -> None:

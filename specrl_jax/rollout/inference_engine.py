@@ -26,7 +26,7 @@ from specrl_jax.io.digests import checksum
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
 from specrl_jax.models.decoder.expert_record import init_record
-from specrl_jax.models.delta_net import Remembered, empty_rows, rows_axes
+from specrl_jax.models.delta_rows import Remembered, empty_rows, rows_axes
 from specrl_jax.models.flops import weight_bytes
 from specrl_jax.planning.cache_size import check_cache_length
 from specrl_jax.planning.memory import token_bytes

@@ -24,6 +24,7 @@ from specrl_jax.rollout.scoring import make_scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import loop
 from specrl_jax.training.initial import abstract_run_state
+from tests.helpers.rewards import FunctionScorer
 
 NEVER = threading.Event()
 
@@ -107,6 +108,21 @@ def train(run, workdir, stop=NEVER):
     for _ in steps:
         pass
     return read_metrics(str(workdir))
+
+
+def drafted_run(preset, steps, mesh=None, **changes):
+    """Build a run of a preset with a fresh head, which is rewarded for lower-case letters."""
+    config = rlzero_tiny.get_config("smoke")
+    config.steps, config.policy.preset, config.draft.compare_rounds = steps, preset, 0
+    config.eval.problems, config.optimizer.learning_rate, config.optimizer.warmup = 4, 3e-3, 0
+    return make_run(config, mesh, FunctionScorer(lower_case), **changes)
+
+
+def policy_rows(run, workdir, steps):
+    """Train; return the metrics rows of its policy updates, of which there are `steps`."""
+    rows = [row for row in train(run, workdir) if "policy/loss" in row]
+    assert len(rows) == steps
+    return rows
 
 
 class StopAfter:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.errors import InputError
@@ -18,7 +17,7 @@ from specrl_jax.models.delta_net import DeltaNet
 from specrl_jax.models.rotary import Llama3Scaling, Rope
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.generate import load_generator
-from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config
+from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors, read_config, read_tensors
 from tests.helpers.policies import HYBRID, LLAMA, QWEN2, SMALL, SMOLLM3, compiled, random_params, row_positions
 
 MISTRAL = dataclasses.replace(LLAMA, rope=Rope(1e6), family="mistral")
@@ -258,10 +257,9 @@ def test_the_text_part_of_a_model_that_reads_images_is_its_policy(tmp_path, part
     folder = save(tmp_path, HYBRID)
     text = read_config(folder)
     vision = {"model.visual.patch_embed.proj.weight": np.ones(3, np.float32), "mtp.norm.weight": np.ones(3, np.float32)}
-    names = [name for name in safetensors.numpy.load_file(folder / "model.safetensors") if name.startswith("model.")]
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    renamed = {f"model.language_model.{name.removeprefix('model.')}": tensors[name] for name in names}
-    edit_tensors(folder, dict.fromkeys(names) | renamed | vision)
+    tensors = {name: x for name, x in read_tensors(folder).items() if name.startswith("model.")}
+    renamed = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in tensors.items()}
+    edit_tensors(folder, dict.fromkeys(tensors) | renamed | vision)
     whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 9}
     (folder / "config.json").write_text(json.dumps(whole))
     assert hf.load_config(str(folder)) == HYBRID

@@ -9,21 +9,16 @@ import pytest
 
 from specrl_jax.models import cache as kv
 from specrl_jax.models import decoder
-from specrl_jax.models.delta_net import (
+from specrl_jax.models.delta_net import DeltaNet, Mixed, PackedRows, Tokens, chunked, sequential
+from specrl_jax.models.delta_rows import (
     Advance,
-    DeltaNet,
-    Mixed,
-    PackedRows,
     Recurrence,
     Remembered,
     RowState,
-    Tokens,
     _advanced,
-    chunked,
+    advance,
     empty_rows,
     next_base,
-    places,
-    sequential,
 )
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.helpers.policies import HYBRID, compiled, random_params, row_positions
@@ -118,7 +113,7 @@ def test_a_block_has_the_bits_of_single_steps():
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     B, N, dk, dv = 3, 4, 16, 12
-    run, advance = jax.jit(sequential), jax.jit(lambda rows, at: _advanced(rows, at))
+    run, advanced = jax.jit(sequential), jax.jit(_advanced)
     for Q in range(1, 9):
         rate = jax.nn.sigmoid(random(B, Q, N))
         tokens = Tokens(random(B, Q, N, dk), random(B, Q, N, dk), random(B, Q, N, dv), -abs(random(B, Q, N)), rate)
@@ -126,10 +121,10 @@ def test_a_block_has_the_bits_of_single_steps():
         block = run(tokens, first)
         for i in range(Q):
             at = Advance(jnp.full(B, i), jnp.int32(i), jnp.full(B, Q))
-            np.testing.assert_array_equal(advance(RowState(first, (), tokens), at), state)
+            np.testing.assert_array_equal(advanced(RowState(first, (), tokens), at), state)
             one = cut(tokens, slice(i, i + 1))
             np.testing.assert_array_equal(run(one, state)[:, 0], block[:, i])
-            state = advance(RowState(state, (), one), Advance(jnp.ones(B, jnp.int32), jnp.int32(1), jnp.ones(B)))
+            state = advanced(RowState(state, (), one), Advance(jnp.ones(B, jnp.int32), jnp.int32(1), jnp.ones(B)))
 
 
 def test_rows_forget_refused_drafts_and_hold_still_where_they_do_not_run(float64):
@@ -141,7 +136,7 @@ def test_rows_forget_refused_drafts_and_hold_still_where_they_do_not_run(float64
 
     def step(positions, given, prefills):
         nonlocal rows
-        at = places(rows, jnp.asarray(positions))
+        at = advance(rows, jnp.asarray(positions))
         memory = Recurrence(rows.layers[0], at, prefills=prefills)
         out = memory(given, weight)
         rows = Remembered(next_base(rows, at, prefills), (memory.rows,))

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import rlzero_tiny
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import decoder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import random_params
-from tests.helpers.rewards import FunctionScorer
-from tests.helpers.training import lower_case, make_run, train
+from tests.helpers.training import drafted_run, policy_rows
 from tests.helpers.updates import update_policy
 from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
 
@@ -42,14 +40,8 @@ def test_a_policy_step_over_split_experts_is_that_of_one_device(partition):
 
 def test_it_learns_and_is_drafted_for(tmp_path):
     """Two steps with a fresh head on eight devices: what it decodes is what the learner scores."""
-    config = rlzero_tiny.get_config("smoke")
-    config.steps, config.policy.preset, config.draft.compare_rounds = 2, "nano_moe_deep", 0
-    config.eval.problems, config.optimizer.learning_rate, config.optimizer.warmup = 4, 3e-3, 0
-    mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 4, "tensor": 1})
-    run = make_run(config, mesh, FunctionScorer(lower_case))
-    rows = [row for row in train(run, tmp_path) if "policy/loss" in row]
-    assert len(rows) == 2
-    for row in rows:
+    run = drafted_run("nano_moe_deep", 2, make_mesh({"data": 1, "fsdp": 2, "expert": 4, "tensor": 1}))
+    for row in policy_rows(run, tmp_path, steps=2):
         assert row["policy/grad_norm"] > 0 and row["draft/grad_norm"] > 0
         # Of eight experts: 1 where all are used alike, up to 4 for one of a token's two in every token.
         assert 0.5 < row["policy/expert_entropy"] <= 1 <= row["policy/expert_peak"] <= 4

@@ -1,12 +1,12 @@
 """The decoder of a policy, dense or a mixture of experts, as pure functions over a tree of parameters."""
 
+from specrl_jax.models.decoder.block import layer
 from specrl_jax.models.decoder.config import DecoderConfig
 from specrl_jax.models.decoder.network import (
     ModelInputs,
     Options,
     Output,
     forward,
-    layer,
     lm_head_logits,
     lm_head_weight,
 )

@@ -192,9 +192,9 @@ def weights_of_layer(names: Iterable[str], config: DecoderConfig, layer: int) ->
     delta = config.delta_layers
     if not delta:
         return dict.fromkeys(names, layer)
-    every, is_delta = _of_all_layers(config), layer in delta
+    every, of_delta, is_delta = _of_all_layers(config), _delta(config), layer in delta
     place = sum(1 for i in range(layer) if (i in delta) == is_delta)
-    own = [name for name in names if name in every or (name in _delta(config)) == is_delta]
+    own = [name for name in names if name in every or (name in of_delta) == is_delta]
     return {name: layer if name in every else place for name in own}
 
 
